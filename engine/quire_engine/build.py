@@ -42,8 +42,8 @@ from quire_engine.execution.loading import Loading
 from quire_engine.execution.memory import PoolMemory, pool_memory
 from quire_engine.execution.models.checkpoint import fingerprint
 from quire_engine.execution.models.config import ModelConfig, load_model_config
+from quire_engine.execution.models.parameters import Parameters, WeightMemory, count_parameters
 from quire_engine.execution.models.served import ModelFacts, ServedModel, Wanted
-from quire_engine.execution.models.weights import Parameters, WeightMemory, count_parameters
 from quire_engine.execution.progress import Tell, tell_nobody
 from quire_engine.execution.runner import Runner
 from quire_engine.kv_groups import KVLayout, kv_groups, kv_layout, most_blocks, one_group
@@ -212,9 +212,12 @@ class Resolved:
             draft_model=draft_model(asked.speculation),
             draft_bytes=draft.weights.total + self.draft_blocks(pool) * draft.bytes_per_block if draft else 0,
             hidden_size=self.model.hidden_size,
-            layer_parameters=self.parameters.linear - self.parameters.tail + self.parameters.small,
-            sampled_parameters=self.parameters.tail + self.parameters.head,
+            layer_parameters=self.parameters.for_each_token,
+            sampled_parameters=self.parameters.for_sampled_tokens,
             weights_read_bytes=self.weights.read,
+            expert_bytes=self.weights.experts,
+            experts=self.parameters.num_experts,
+            experts_per_token=self.parameters.top_k,
             layer_attention=self.model.num_heads * self.model.head_dim * (self.model.num_layers - 1),
             sampled_attention=self.model.num_heads * self.model.head_dim,
         )

@@ -52,6 +52,10 @@ ARCHITECTURES = (
     "CohereForCausalLM",
     "Cohere2ForCausalLM",
     "Exaone4ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM",
+    "OlmoeForCausalLM",
+    "GptOssForCausalLM",
 )
 # The ends of names of models that are their families' without a head for tokens: classifiers, models of embeddings.
 HEADLESS = ("ForSequenceClassification", "Model")
@@ -189,9 +193,18 @@ class EnginePlan:
     layer_parameters: int = 0  # multiplied with every token
     sampled_parameters: int = 0  # multiplied with every token whose logits are needed: the last layer's end, the head
     weights_read_bytes: int = 0  # weights read by a step of one token with logits
+    expert_bytes: int = 0  # of the weights, those of experts
+    experts: int = 1  # of a layer
+    experts_per_token: int = 1
     # Query heads x head width x layers: 4 times as many FLOP per token and attended token.
     layer_attention: int = 0  # for all layers but the last
     sampled_attention: int = 0  # for the last layer
+
+    def weights_read(self, tokens: int) -> int:
+        """The bytes of weights that a step of so many tokens reads, if every expert is as likely as any other."""
+        share = self.experts_per_token / self.experts
+        touched = 1.0 - (1.0 - share) ** tokens
+        return self.weights_read_bytes + int((touched - share) * self.expert_bytes)
 
     @property
     def kv_tokens(self) -> int:

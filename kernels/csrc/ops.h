@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "attention/attention.h"
+#include "gemm/experts.h"
 #include "gemm/gemm.h"
 #include "gemm/norm.h"
 #include "simd/bf16.h"
@@ -32,6 +33,8 @@ enum class LayerOpKind : int32_t {
   kProjectMixed = 6,  // y = weight of mixed
   kProjectWide = 7,   // y = weight of wide
   kNormAdd = 8,       // x = (x + the normed y) * scale
+  kAddExperts = 9,    // x += scale * the experts of the normed x
+  kMixExperts = 10,   // y = the experts of the normed x
 };
 
 struct LayerOp {
@@ -46,6 +49,8 @@ struct LayerOp {
   const AttentionShape* attention;
   const float* rope;  // [rope_rows, head_dim]
   int64_t rope_rows;
+  const Routing* routing;
+  const Experts* experts;
 };
 
 // Where a field of a structure lies, in bytes; without a field's name, the whole structure; without any, the end.
@@ -104,6 +109,16 @@ QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16
 // residual [m, columns] = (residual + the normed y [m, columns]) * scale.
 QUIRE_API int32_t quire_norm_add(Context* context, const bf16* y, int64_t m, int64_t columns, const Norm* norm,
                                  float scale, bf16* residual);
+
+// x [m, columns] bf16 -> norm, or none -> the experts that each row chooses -> out [m, columns] bf16: residual + scale
+// * their weighted sum, or without a residual the sum alone. `out` may be `residual`, and either may be `x`.
+QUIRE_API int32_t quire_mix_experts(Context* context, const Routing* routing, const Experts* experts, const bf16* x,
+                                    int64_t m, const Norm* norm, float scale, const bf16* residual, bf16* out);
+
+// out [m, columns] = the sum of the experts in `index` [m, top_k], times `weights` [m, top_k]; an index that is no
+// expert's adds nothing.
+QUIRE_API int32_t quire_given_experts(Context* context, const Experts* experts, const bf16* x, int64_t m, int64_t top_k,
+                                      const int64_t* index, const float* weights, bf16* out);
 
 // qkv [rows, (num_heads + 2 num_kv_heads) * head_dim] bf16, rope [rope_rows, head_dim] (cosines, then sines)
 // -> q [rows, num_heads, head_dim] bf16. Keys and values go to the rows' slots.

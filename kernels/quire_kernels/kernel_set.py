@@ -130,8 +130,11 @@ class AttentionShape:
         return self.q_norm is not None and self.q_norm.numel() == self.num_heads * self.head_dim != self.head_dim
 
 
-# The activation of a gate: silu, or gelu by its tanh approximation.
-Activation = Literal["silu", "gelu_tanh"]
+# The activation of a gate, which multiplies up: silu; gelu by its tanh approximation; or gpt-oss's x sigmoid(1.702 x)
+# of a gate of at most 7, which multiplies up + 1 with up in -7..7.
+Activation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
+# How logits become experts' scores.
+Scoring = Literal["softmax", "sigmoid"]
 
 
 class Norm(NamedTuple):
@@ -148,6 +151,49 @@ class Norm(NamedTuple):
 
 # A weight matrix in the implementation's form (packed, quantised, or unchanged). Opaque to the model.
 LinearWeight = Any
+# Each expert's rows are filled up to a multiple of this with zeros, so that an expert begins where packed panels do.
+EXPERT_ROWS = 64
+
+
+def expert_rows(rows: int) -> int:
+    """The rows that an expert takes in a matrix of all of them.
+
+    >>> expert_rows(64), expert_rows(65)
+    (64, 128)
+    """
+    return -(-rows // EXPERT_ROWS) * EXPERT_ROWS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How a row's experts are chosen, and what they weigh.
+
+    The scores s are the softmax of a row's logits z, or their sigmoid. The `top_k` experts with the largest s +
+    selection_bias are chosen, or without such a bias those with the largest z; of equals the lower index. They weigh s,
+    divided by its sum over the chosen where `normalised`, times `scale`; all of it in float32. A softmax of the chosen
+    logits alone is the normalised one of all.
+    """
+
+    weight: LinearWeight  # H -> E, from `pack_router`
+    top_k: int
+    scoring: Scoring = "softmax"
+    normalised: bool = True
+    scale: float = 1.0
+    selection_bias: Tensor | None = None  # [E] float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertMatrices:
+    """The experts of one layer: down(activation(gate) * up), each with its biases.
+
+    Two matrices hold all of them, one below the other, each with `expert_rows` of its rows.
+    """
+
+    count: int  # E
+    inner: int  # I
+    gate_up: LinearWeight  # H -> [E * expert_rows(I)], a gate-up pair
+    down: LinearWeight  # I -> [E * expert_rows(H)]
+    activation: Activation
 
 
 # The ops of a layer as records, in the order of a program. Every interpreter has the same few buffers: x [T, H], the
@@ -224,7 +270,18 @@ class NormAdd:
     scale: float = 1.0
 
 
-LayerOp = NormLinear | NormGateUp | RopeWrite | KeepSampled | Attend | LinearAdd | Project | NormAdd
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixExperts:
+    """x = x + scale * the weighted sum of the experts of the normed x; or y = that sum, which is normed and added."""
+
+    norm: Norm | None
+    routing: Routing
+    experts: ExpertMatrices
+    scale: float = 1.0
+    to: Literal["x", "y"] = "x"
+
+
+LayerOp = NormLinear | NormGateUp | RopeWrite | KeepSampled | Attend | LinearAdd | Project | NormAdd | MixExperts
 
 
 class BoundLayers(Protocol):
@@ -279,6 +336,14 @@ class KernelSet:
         Attention of every row over its sequence's positions in the paged pool, causal unless the shape says otherwise.
     linear(x [T, K], w, wide) -> [T, N], or None
         The projection with its bias alone, float32 where `wide`, else in x's dtype. None: `linear_add` to zeros.
+    pack_router(weight [E, H], bias [E] | None) -> LinearWeight
+        Of the numbers as they are, also where other matrices are quantised.
+    mix_experts(x [T, H], norm, routing, experts, scale, residual [T, H] | None) -> [T, H]
+        residual + scale * the sum of the experts that `routing` chooses for the normed row, each rounded and times its
+        weight, in float32 in the order of their ranks; rounded once. May reuse residual's memory. residual None: the
+        sum alone, without the scale. The router's logits are float32.
+    given_experts(x [T, H], index [T, k] int64, weights [T, k] float32, experts) -> [T, H]
+        The sum of experts chosen elsewhere; an index that is no expert's adds nothing.
     attention_scratch(num_sequences, max_context_len, num_heads, head_dim) -> int, or None
         Maximum size in bytes of an attention call's temporary memory, for the memory plan. None: negligible next to a
         step's activations.
@@ -333,6 +398,10 @@ class KernelSet:
     packed_form: PackedForm | None = None  # matrices are plain memory, which may outlive the process
     greedy: Callable[[Tensor, Norm | None, LinearWeight, Tensor | None], tuple[list[int], list[bool]]] | None = None
     linear: Callable[[Tensor, LinearWeight, bool], Tensor] | None = None
+    # Where there are no experts, models that have some are refused.
+    pack_router: Callable[[Tensor, Tensor | None], LinearWeight] | None = None
+    mix_experts: Callable[[Tensor, Norm | None, Routing, ExpertMatrices, float, Tensor | None], Tensor] | None = None
+    given_experts: Callable[[Tensor, Tensor, Tensor, ExpertMatrices], Tensor] | None = None
     choose: Callable[[Tensor, ChoiceRows], tuple[Tensor, Tensor, Tensor]] | None = None
     attention_scratch: Callable[[int, int, int, int], int] | None = None
     copy_blocks: Callable[[Tensor, Sequence[tuple[int, int]]], None] | None = None

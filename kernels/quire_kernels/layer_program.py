@@ -17,6 +17,7 @@ from quire_kernels.kernel_set import (
     LayerOp,
     LinearAdd,
     LinearWeight,
+    MixExperts,
     NormAdd,
     NormGateUp,
     NormLinear,
@@ -29,7 +30,11 @@ from quire_kernels.kernel_set import (
 
 def matrices(program: Iterable[LayerOp]) -> Iterator[LinearWeight]:
     """All packed matrices of a program."""
-    return (op.weight for op in program if isinstance(op, NormLinear | NormGateUp | LinearAdd | Project))
+    for op in program:
+        if isinstance(op, MixExperts):
+            yield from (op.routing.weight, op.experts.gate_up, op.experts.down)
+        elif isinstance(op, NormLinear | NormGateUp | LinearAdd | Project):
+            yield op.weight
 
 
 def run_layers(ops: KernelSet, program: Sequence[LayerOp], x: Tensor, kv: Sequence[Tensor], step: StepInput) -> Tensor:
@@ -62,4 +67,8 @@ def run_layers(ops: KernelSet, program: Sequence[LayerOp], x: Tensor, kv: Sequen
                 y = ops.norm_linear(source[op.source], None, op.weight)  # [T, H]
             case NormAdd():
                 x = ops.norm_add(y, op.norm, x, op.scale)
+            case MixExperts():
+                assert ops.mix_experts is not None
+                mixed = ops.mix_experts(x, op.norm, op.routing, op.experts, op.scale, x if op.to == "x" else None)
+                x, y = (mixed, y) if op.to == "x" else (x, mixed)
     return x

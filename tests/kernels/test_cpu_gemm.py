@@ -10,6 +10,7 @@ import torch
 from quire_kernels.cpu.variants import usable_variants
 from quire_kernels.kernel_set import Norm
 from quire_kernels.reference import REFERENCE
+from quire_kernels.reference.linear import activate, times
 from support.cpu_linear import (
     BF16_ROUNDING,
     EPS,
@@ -102,6 +103,9 @@ def test_the_reference_agrees(variant, n, k):
             elif name == "norm_gate_up_gelu":  # |gelu'| <= 1.13
                 gelu = torch.nn.functional.gelu(gate, approximate="tanh")
                 roundings += (1.13 * gate.abs() + gelu.abs()) * up.abs()
+            elif name == "norm_gate_up_swiglu":  # its slope is at most 1.1
+                swiglu, factor = activate(gate, "swiglu_clamped"), times(up, "swiglu_clamped")
+                roundings += 1.1 * gate.abs() * factor.abs() + swiglu.abs() * up.abs()
             elif name.startswith("linear_add"):
                 roundings += (result - given.residual.double()).abs()
             # By rows: where float32 sums of squares differ, single normed values may round the other way.

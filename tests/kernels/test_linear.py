@@ -71,6 +71,10 @@ def test_each_op_computes_its_definition(dtype, device):
             REFERENCE.norm_gate_up(x, Norm(norm, EPS), pair, "gelu_tanh"),
             torch.nn.functional.gelu(gate, approximate="tanh") * up,
         ),
+        "norm_gate_up by the clamped swiglu": (
+            REFERENCE.norm_gate_up(x, Norm(norm, EPS), pair, "swiglu_clamped"),
+            gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)) * (up.clamp(-7, 7) + 1),
+        ),
         "norm_linear by a wide norm": (
             REFERENCE.norm_linear(x, Norm(norm.float(), EPS), REFERENCE.pack_linear(weight, bias)),
             gate,

@@ -28,8 +28,11 @@ MODELS = {  # a checkpoint, and how it is computed
     "int8": (BF16, {"quantization": "int8"}),
     "int4": (BF16, {"quantization": "int4"}),
     "int8-kv": (BF16, {"kernels": "cpu", "kv_cache_dtype": "int8"}),
+    "experts": ({"family": "mixtral"}, {}),
+    "experts-bf16": ({"family": "qwen3_moe", "dtype": "bfloat16"}, {"kernels": "cpu"}),
+    "experts-int4": ({"family": "olmoe", "dtype": "bfloat16"}, {"quantization": "int4"}),
 }
-CPP = ("bf16", "bf16-windowed", "int8", "int4", "int8-kv")  # by the C++ kernels
+CPP = ("bf16", "bf16-windowed", "int8", "int4", "int8-kv", "experts-bf16", "experts-int4")  # by the C++ kernels
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -50,6 +50,13 @@ VARIANTS = {
     "ernie4_5 biases": ("ernie4_5", {"use_bias": True}),
     "granite biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "exaone4 rotated everywhere": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "qwen3_moe not normalised": (
+        "qwen3_moe",
+        {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": []},
+    ),
+    "mixtral window": ("mixtral", {"sliding_window": 37}),
+    "olmoe normalised": ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
+    "gpt_oss without biases": ("gpt_oss", {"attention_bias": False}),
     "cohere biases": ("cohere", {"attention_bias": True}),
     "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama head_dim": ("llama", {"head_dim": 40}),

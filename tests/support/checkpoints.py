@@ -49,6 +49,7 @@ _SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
+_GPT_OSS_ROPE = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False}
 _FAMILY_SHAPE: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -84,6 +85,25 @@ _FAMILY_SHAPE: dict[str, dict[str, Any]] = {
     "cohere2": {"head_dim": 32, "sliding_window": 37, "layer_types": _BOTH, "logit_scale": 0.3},
     "exaone4": {"sliding_window": 37, "layer_types": _BOTH},
     "ministral": {"head_dim": 16, "sliding_window": 37, "layer_types": _BOTH},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {"num_local_experts": 4},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 37,
+        "layer_types": _BOTH,
+        "rope_parameters": {**_GPT_OSS_ROPE, "original_max_position_embeddings": 64},
+    },
 }
 # The names of transformers' classes.
 _CLASSES = {
@@ -107,6 +127,10 @@ _CLASSES = {
     "cohere2": "Cohere2",
     "exaone4": "Exaone4",
     "ministral": "Ministral",
+    "qwen3_moe": "Qwen3Moe",
+    "mixtral": "Mixtral",
+    "olmoe": "Olmoe",
+    "gpt_oss": "GptOss",
 }
 
 
@@ -159,7 +183,10 @@ def make_model(
         elif parameter.dim() == 1:
             values = 0.2 * torch.randn(parameter.shape, generator=generator)
         else:
-            values = torch.randn(parameter.shape, generator=generator) * 1.5 / parameter.shape[1] ** 0.5
+            inputs = parameter.shape[1]
+            if parameter.dim() == 3 and family != "gpt_oss":  # of all experts; gpt-oss's are transposed
+                inputs = parameter.shape[2]
+            values = torch.randn(parameter.shape, generator=generator) * 1.5 / inputs**0.5
         parameter.data = values
     for name, buffer in sorted(model.named_buffers()):
         if name.endswith("layer_scalar"):

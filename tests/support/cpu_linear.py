@@ -74,6 +74,7 @@ def apply_ops(kernels: KernelSet, given: Operands, plain, biased, gate_up) -> di
         "project": kernels.norm_linear(x, None, plain),
         "norm_gate_up": kernels.norm_gate_up(x, Norm(norm, EPS), gate_up, "silu"),
         "norm_gate_up_gelu": kernels.norm_gate_up(x, Norm(norm, EPS), gate_up, "gelu_tanh"),
+        "norm_gate_up_swiglu": kernels.norm_gate_up(x, Norm(norm, EPS), gate_up, "swiglu_clamped"),
         "linear_add": kernels.linear_add(x, plain, residual.clone(), 1.0),
         "linear_add_bias": kernels.linear_add(x, biased, residual.clone(), 1.0),
         "linear_add_part": kernels.linear_add(x, plain, residual.clone(), 0.22),

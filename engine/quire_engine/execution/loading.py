@@ -66,7 +66,14 @@ class NativeParts:
 
     def assemble(self, source_of: SourceOf, *, device: torch.device, max_model_len: int) -> ServedModel:
         source = source_of(self._wanted.dtype)
-        weights = assemble(source, self._model, layout=self._wanted.layout, device=device, max_model_len=max_model_len)
+        weights = assemble(
+            source,
+            self._model,
+            self._wanted.kernels,
+            layout=self._wanted.layout,
+            device=device,
+            max_model_len=max_model_len,
+        )
         return decoder_of(weights, self._model, self._wanted.kernels)
 
 

@@ -6,7 +6,8 @@
 // The pool is [blocks][layers][kv heads][units of a block], a unit being 16 positions of one head:
 //   bf16: keys [d / 2][16][2], then values [8][d][2]: a lane is a position for the keys, a dimension for the values.
 //   int8: keys [d / 4][16][4] offset by 128, then signed values [4][d][4], then 16 key scales and 16 value scales.
-// A block may be larger than its layers: layers with other heads may lie beside them, which are then a pool of their own.
+// A block may be larger than its layers: layers with other heads may lie beside them, which are then a pool of their
+// own.
 #pragma once
 
 #include <cstdint>

@@ -155,7 +155,7 @@ class PanelSource {
 
 // Kinds whose products are steps alike, in slices of k.
 template <typename Kind>
-void gemm_stepped(Pieces& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, float* partial,
+void gemm_stepped(Deal& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, float* partial,
                   char* decoded) {
   const int64_t steps = w.k / Kind::kValuesPerStep;
   const Placing<Kind::kParts> placing(rows.m, steps, kMostRows<Kind>);
@@ -199,7 +199,7 @@ void gemm_stepped(Pieces& pieces, int worker, const Linear& w, const Rows& rows,
 
 // Kinds whose products are groups with scales of their own: tiles walk through all of k.
 template <typename Kind>
-void gemm_grouped(Pieces& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, float* sums) {
+void gemm_grouped(Deal& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, float* sums) {
   const int64_t groups = w.k / kGroup;
   const Tiling tiling(rows.m, Kind::kTileRows);
   const Partition partition(panel_count(w), tiling.count, kGroupTiles, pieces.workers());
@@ -265,7 +265,7 @@ int64_t gemm_scratch_bytes(const Linear& w, int64_t m) {
   });
 }
 
-void gemm_worker(Pieces& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch) {
+void gemm_worker(Deal& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch) {
   with_kind(w.kind, [&](auto kind) {
     using Kind = decltype(kind);
 #if defined(QUIRE_AMX)

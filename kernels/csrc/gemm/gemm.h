@@ -6,13 +6,23 @@
 
 #include <cstdint>
 
+#include "gemm/gemm_deal.h"
 #include "runtime/pool.h"
 #include "weights/linear.h"
 
 namespace quire {
 
-// Of a gate-up pair one of kSiluMul and kGeluMul: what becomes of the gate before it multiplies.
-enum class Epilogue : int32_t { kStore = 0, kStoreFloat = 1, kAdd = 2, kSiluMul = 3, kGeluMul = 4, kBest = 5 };
+// Of a gate-up pair one of kSiluMul, kGeluMul and kSwigluMul: what becomes of the gate before it multiplies, with the
+// last one also of up.
+enum class Epilogue : int32_t {
+  kStore = 0,
+  kStoreFloat = 1,
+  kAdd = 2,
+  kSiluMul = 3,
+  kGeluMul = 4,
+  kBest = 5,
+  kSwigluMul = 6,
+};
 
 // The largest value of a row among the panels that one worker has seen, and the first column that holds it.
 struct Best {
@@ -35,6 +45,12 @@ struct Output {
 int64_t gemm_scratch_bytes(const Linear& w, int64_t m);
 
 // What is left of the product, piece by piece (gemm_partition.h); each worker of a run calls it.
-void gemm_worker(Pieces& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch);
+void gemm_worker(Deal& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch);
+
+inline void gemm_worker(Pieces& pieces, int worker, const Linear& w, const Rows& rows, const Output& out,
+                        char* scratch) {
+  Deal deal(pieces);
+  gemm_worker(deal, worker, w, rows, out, scratch);
+}
 
 }  // namespace quire

@@ -86,10 +86,18 @@ inline void keep_best(const Vec* value, int64_t first, int64_t columns, uint64_t
   }
 }
 
+// What a gate-up pair's epilogue makes of both.
+template <Epilogue kEpilogue>
+inline Vec gated(Vec gate, Vec up) {
+  if constexpr (kEpilogue == Epilogue::kSwigluMul) return vswiglu(gate, up);
+  return vmul(kEpilogue == Epilogue::kGeluMul ? vgelu(gate) : vsilu(gate), up);
+}
+
 template <typename Kind, Epilogue kEpilogue>
 void finish(const Linear& w, const Rows& rows, const Output& out, int64_t row, int64_t live, int64_t panel,
             const float* sums) {
-  constexpr bool kGated = kEpilogue == Epilogue::kSiluMul || kEpilogue == Epilogue::kGeluMul;
+  constexpr bool kGated =
+      kEpilogue == Epilogue::kSiluMul || kEpilogue == Epilogue::kGeluMul || kEpilogue == Epilogue::kSwigluMul;
   constexpr int kOut = kGated ? kVecs / 2 : kVecs;
   const int64_t first = panel * kOut * kLanes, columns = kGated ? w.n / 2 : w.n;
   const Scaled<Kind> scaled(w, rows, panel);
@@ -102,10 +110,7 @@ void finish(const Linear& w, const Rows& rows, const Output& out, int64_t row, i
       continue;
     }
     if constexpr (kGated) {
-      unrolled<kOut>([&](auto v) {
-        const Vec gate = kEpilogue == Epilogue::kGeluMul ? vgelu(value[v]) : vsilu(value[v]);
-        value[v] = vmul(gate, value[kOut + v]);
-      });
+      unrolled<kOut>([&](auto v) { value[v] = gated<kEpilogue>(value[v], value[kOut + v]); });
     }
     if constexpr (kEpilogue == Epilogue::kAdd) {  // times 1 is exact
       unrolled<kOut>([&](auto v) { value[v] = vmul(value[v], vset(out.scale)); });
@@ -132,6 +137,7 @@ inline void finish_tile(const Linear& w, const Rows& rows, const Output& out, in
     case Epilogue::kAdd: return finish<Kind, Epilogue::kAdd>(w, rows, out, row, live, panel, sums);
     case Epilogue::kSiluMul: return finish<Kind, Epilogue::kSiluMul>(w, rows, out, row, live, panel, sums);
     case Epilogue::kGeluMul: return finish<Kind, Epilogue::kGeluMul>(w, rows, out, row, live, panel, sums);
+    case Epilogue::kSwigluMul: return finish<Kind, Epilogue::kSwigluMul>(w, rows, out, row, live, panel, sums);
     default: return finish<Kind, Epilogue::kBest>(w, rows, out, row, live, panel, sums);
   }
 }

@@ -121,7 +121,7 @@ void multiply_slice(const char* a, int64_t slab_bytes, int rows, const WideGroup
 
 // As gemm_worker; `scratch` has group_tiles_bytes.
 template <typename Kind>
-void gemm_group_tiles(Pieces& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch) {
+void gemm_group_tiles(Deal& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch) {
   const int64_t num_panels = panel_count(w), groups = w.k / kGroup, slice = group_slice(w);
   const TileBlocks blocks(rows.m, w.k / Kind::kValuesPerStep);
   const Chunks chunks(blocks.count, num_panels, pieces.workers());

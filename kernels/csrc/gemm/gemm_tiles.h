@@ -170,7 +170,7 @@ int64_t tiled_bytes(const Linear& w, int64_t m) {
 
 // As gemm_worker; `scratch` has tiled_bytes.
 template <typename Kind>
-void gemm_tiled(Pieces& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch) {
+void gemm_tiled(Deal& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch) {
   const int64_t num_panels = panel_count(w);
   const TileBlocks blocks(rows.m, w.k / Kind::kValuesPerStep);
   const Chunks chunks(blocks.count, num_panels, pieces.workers());

@@ -60,8 +60,9 @@ struct Context {
 
   Pool pool;
   std::mutex busy;
-  Scratch shared;   // of the op that runs, for all workers
-  Scratch between;  // rows on their way from one op to the next
+  Scratch shared;             // of the op that runs, for all workers
+  Scratch between;            // rows on their way from one op to the next
+  Scratch experts, products;  // of a block of experts: its rows, and what its products multiply
   std::vector<Scratch> own;
   Committer committer;  // of the KV pool
 };

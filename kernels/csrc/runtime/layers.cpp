@@ -82,8 +82,12 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
         failed = quire_norm_linear(context, op->weight, source, rows, nullptr, y, Epilogue::kStore);
         break;
       }
-      case LayerOpKind::kNormAdd:
-        failed = quire_norm_add(context, y, rows, hidden, op->norm, op->scale, x);
+      case LayerOpKind::kNormAdd: failed = quire_norm_add(context, y, rows, hidden, op->norm, op->scale, x); break;
+      case LayerOpKind::kAddExperts:
+        failed = quire_mix_experts(context, op->routing, op->experts, x, rows, op->norm, op->scale, x, x);
+        break;
+      case LayerOpKind::kMixExperts:
+        failed = quire_mix_experts(context, op->routing, op->experts, x, rows, op->norm, 1.0f, nullptr, y);
         break;
     }
   }

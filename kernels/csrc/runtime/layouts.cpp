@@ -84,6 +84,23 @@ constexpr Layout kLayouts[] = {
     QUIRE_FIELD(LayerOp, attention),
     QUIRE_FIELD(LayerOp, rope),
     QUIRE_FIELD(LayerOp, rope_rows),
+    QUIRE_FIELD(LayerOp, routing),
+    QUIRE_FIELD(LayerOp, experts),
+
+    QUIRE_STRUCTURE(Routing),
+    QUIRE_FIELD(Routing, weight),
+    QUIRE_FIELD(Routing, selection_bias),
+    QUIRE_FIELD(Routing, top_k),
+    QUIRE_FIELD(Routing, scoring),
+    QUIRE_FIELD(Routing, normalised),
+    QUIRE_FIELD(Routing, scale),
+
+    QUIRE_STRUCTURE(Experts),
+    QUIRE_FIELD(Experts, gate_up),
+    QUIRE_FIELD(Experts, down),
+    QUIRE_FIELD(Experts, count),
+    QUIRE_FIELD(Experts, inner),
+    QUIRE_FIELD(Experts, activation),
 
     {nullptr, nullptr, 0, 0},
 };

@@ -236,4 +236,12 @@ inline Vec vgelu(Vec x) {
   return vdiv(bounded, vadd(vset(1.0f), vexp(vsub(vzero(), twice))));
 }
 
+// gpt-oss's: g * sigmoid(1.702 g) * (u + 1), g at most 7 and u within -7..7. NaN stays NaN, see vexp.
+inline Vec vswiglu(Vec gate, Vec up) {
+  const Vec bounded = vmax(vset(-1e4f), vmin(vset(7.0f), gate));
+  const Vec grown = vexp(vmul(vset(-1.702f), bounded));
+  const Vec factor = vadd(vmax(vset(-7.0f), vmin(vset(7.0f), up)), vset(1.0f));
+  return vmul(vdiv(bounded, vadd(vset(1.0f), grown)), factor);
+}
+
 }  // namespace quire

@@ -16,14 +16,16 @@ from torch import Tensor
 
 from quire_kernels.cpu.attention import CpuAttention, describe, raise_for
 from quire_kernels.cpu.context import Context
+from quire_kernels.cpu.experts import experts_args, routing_args
 from quire_kernels.cpu.linear import GATES, Epilogue, norm_args
-from quire_kernels.cpu.signatures import LayerOpArgs, NormArgs, StepArgs
+from quire_kernels.cpu.signatures import ExpertsArgs, LayerOpArgs, NormArgs, RoutingArgs, StepArgs
 from quire_kernels.kernel_set import (
     Attend,
     GroupedInput,
     KeepSampled,
     LayerOp,
     LinearAdd,
+    MixExperts,
     Norm,
     NormAdd,
     NormGateUp,
@@ -46,6 +48,8 @@ class _Kind(IntEnum):
     PROJECT_MIXED = 6
     PROJECT_WIDE = 7
     NORM_ADD = 8
+    ADD_EXPERTS = 9
+    MIX_EXPERTS = 10
 
 
 _ADDS = {"mixed": _Kind.ADD_MIXED, "wide": _Kind.ADD_WIDE}
@@ -71,6 +75,7 @@ class CpuLayers:
         shapes = [op.shape for op in self._program if isinstance(op, RopeWrite | Attend)]
         self._shapes = {id(shape): attention.shape_args(shape) for shape in shapes}  # kept as the program is
         self._norms: list[NormArgs] = []  # kept as the program is
+        self._blocks: list[tuple[RoutingArgs, ExpertsArgs]] = []  # likewise
         self._args = (LayerOpArgs * len(self._program))(*map(self._arguments, self._program))
 
     def __call__(self, x: Tensor, kv: Sequence[Tensor], step: StepInput) -> Tensor:
@@ -127,6 +132,12 @@ class CpuLayers:
                 args = {"kind": _PROJECTS[op.source], "weight": op.weight.address}
             case NormAdd():
                 args = {"kind": _Kind.NORM_ADD, "norm": self._norm(op.norm), "scale": op.scale}
+            case MixExperts():
+                block = routing_args(op.routing, op.experts, self._width), experts_args(op.experts, self._width)
+                self._blocks.append(block)
+                kind = _Kind.ADD_EXPERTS if op.to == "x" else _Kind.MIX_EXPERTS
+                args = {"kind": kind, "scale": op.scale, "norm": None if op.norm is None else self._norm(op.norm)}
+                args |= {"routing": ctypes.addressof(block[0]), "experts": ctypes.addressof(block[1])}
         return LayerOpArgs(**args)
 
     def _norm(self, norm: Norm) -> int:
@@ -168,7 +179,7 @@ def _sizes(op: LayerOp, widths: dict[str, int]) -> Iterator[tuple[int, int]]:
         case LinearAdd() | Project():
             yield op.weight.num_inputs, widths[op.source]
             yield op.weight.num_outputs, widths["x"]
-        case KeepSampled() | NormAdd():
+        case KeepSampled() | NormAdd() | MixExperts():  # the sizes of experts are checked where they become arguments
             pass
 
 

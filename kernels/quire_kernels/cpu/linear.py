@@ -28,9 +28,14 @@ class Epilogue(IntEnum):
     STORE_FLOAT = 1
     SILU_MUL = 3
     GELU_MUL = 4
+    SWIGLU_MUL = 6
 
 
-GATES: dict[Activation, Epilogue] = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}
+GATES: dict[Activation, Epilogue] = {
+    "silu": Epilogue.SILU_MUL,
+    "gelu_tanh": Epilogue.GELU_MUL,
+    "swiglu_clamped": Epilogue.SWIGLU_MUL,
+}
 
 
 class LinearOps:
@@ -60,7 +65,7 @@ class LinearOps:
         self, x: Tensor, norm: Norm | None, w: PackedLinear, allowed: Tensor | None = None
     ) -> tuple[list[int], list[bool]]:
         """The argmax of `logits`, or of `linear`, without writing them to memory."""
-        x = _rows(x, w.num_inputs)
+        x = rows_of(x, w.num_inputs)
         rows = x.shape[0]
         columns, finite = (ctypes.c_int64 * rows)(), (ctypes.c_uint8 * rows)()
         bits = None if allowed is None else _bits(allowed, rows, w.num_outputs)
@@ -70,8 +75,8 @@ class LinearOps:
         return list(columns), [bool(value) for value in finite]
 
     def linear_add(self, x: Tensor, w: PackedLinear, residual: Tensor, scale: float = 1.0) -> Tensor:
-        x = _rows(x, w.num_inputs)
-        residual = _rows(residual, w.num_outputs)
+        x = rows_of(x, w.num_inputs)
+        residual = rows_of(residual, w.num_outputs)
         rows = x.shape[0]
         if residual.shape[0] != rows:
             raise ValueError(f"{rows} rows cannot be added to {residual.shape[0]}")
@@ -84,7 +89,7 @@ class LinearOps:
 
     def norm_add(self, y: Tensor, norm: Norm, residual: Tensor, scale: float = 1.0) -> Tensor:
         width = y.shape[-1]
-        y, residual = _rows(y, width), _rows(residual, width)
+        y, residual = rows_of(y, width), rows_of(residual, width)
         if residual.shape[0] != y.shape[0]:
             raise ValueError(f"{y.shape[0]} rows cannot be added to {residual.shape[0]}")
         arguments = byref(norm_args(norm, width))
@@ -93,7 +98,7 @@ class LinearOps:
         return residual
 
     def _normed(self, x: Tensor, norm: Norm | None, w: PackedLinear, epilogue: Epilogue) -> Tensor:
-        x = _rows(x, w.num_inputs)
+        x = rows_of(x, w.num_inputs)
         if w.gate_up != (epilogue in GATES.values()):
             raise ValueError("a gate-up pair has an activation, and no other matrix has one")
         rows = x.shape[0]
@@ -123,7 +128,8 @@ def _bits(allowed: Tensor, rows: int, columns: int) -> int:
     return allowed.data_ptr()
 
 
-def _rows(x: Tensor, width: int) -> Tensor:
+def rows_of(x: Tensor, width: int) -> Tensor:
+    """x as contiguous rows. ValueError unless they are bfloat16 [rows, width] on the CPU."""
     if x.dtype is not _BF16 or x.dim() != 2 or x.shape[1] != width or not x.is_cpu:
         raise ValueError(f"expected bfloat16 [rows, {width}] on the CPU, got {x.dtype} {list(x.shape)} on {x.device}")
     return x if x.is_contiguous() else x.contiguous()

@@ -9,6 +9,7 @@ from functools import partial
 from quire_kernels.cpu.attention import CpuAttention, KVType
 from quire_kernels.cpu.choice import load_chosen
 from quire_kernels.cpu.context import Arena, Context
+from quire_kernels.cpu.experts import ExpertOps
 from quire_kernels.cpu.layers import CpuLayers
 from quire_kernels.cpu.library import OnCompiled
 from quire_kernels.cpu.linear import LinearOps
@@ -37,8 +38,10 @@ def cpu_kernel_set(
         chosen = load_chosen(cpu_variant, on_compiled=on_compiled)
         library, why = chosen.library, chosen.why
     context = Context(library, threads or len(by_core(os.sched_getaffinity(0))))
-    packer = Packer(context, quantization, Arena().allocate)
+    arena = Arena()
+    packer = Packer(context, quantization, arena.allocate)
     linear, attention = LinearOps(context), CpuAttention(context, kv_type)
+    experts = ExpertOps(context)
     return KernelSet(
         name="cpu",
         pack_linear=packer.linear,
@@ -49,6 +52,9 @@ def cpu_kernel_set(
         linear_add=linear.linear_add,
         norm_add=linear.norm_add,
         linear=linear.linear,
+        pack_router=Packer(context, None, arena.allocate).linear,
+        mix_experts=experts.mix_experts,
+        given_experts=experts.given_experts,
         rope_write=attention.rope_write,
         attention=attention.attention,
         logits=linear.logits,

@@ -100,6 +100,33 @@ class LayerOpArgs(ctypes.Structure):
         ("attention", c_void_p),
         ("rope", c_void_p),
         ("rope_rows", c_int64),
+        ("routing", c_void_p),
+        ("experts", c_void_p),
+    )
+
+
+class RoutingArgs(ctypes.Structure):
+    """`struct Routing`."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        ("selection_bias", c_void_p),
+        ("top_k", c_int32),
+        ("scoring", c_int32),
+        ("normalised", c_int32),
+        ("scale", c_float),
+    )
+
+
+class ExpertsArgs(ctypes.Structure):
+    """`struct Experts`."""
+
+    _fields_ = (
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("count", c_int64),
+        ("inner", c_int64),
+        ("activation", c_int32),
     )
 
 
@@ -117,6 +144,8 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "AttentionShape": ShapeArgs,
     "AttentionStep": StepArgs,
     "LayerOp": LayerOpArgs,
+    "Routing": RoutingArgs,
+    "Experts": ExpertsArgs,
 }
 
 # name: (result, arguments), in the order of ops.h, which names the arguments. Pointers are plain addresses: shapes are
@@ -137,6 +166,8 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "quire_greedy": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 4)),
     "quire_linear_add": (c_int32, (*(c_void_p,) * 3, c_int64, c_float, c_void_p, c_void_p)),
     "quire_norm_add": (c_int32, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p)),
+    "quire_mix_experts": (c_int32, (*(c_void_p,) * 4, c_int64, c_void_p, c_float, c_void_p, c_void_p)),
+    "quire_given_experts": (c_int32, (*(c_void_p,) * 3, c_int64, c_int64, *(c_void_p,) * 3)),
     "quire_rope_write": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3, c_int64, c_void_p)),
     "quire_attention": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3)),
     "quire_layers": (c_int32, (c_void_p, c_void_p, c_int64, *(c_void_p,) * 5)),

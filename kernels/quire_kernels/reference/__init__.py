@@ -7,7 +7,7 @@ know: the engine, the server, models.
 from __future__ import annotations
 
 from quire_kernels.kernel_set import KernelSet
-from quire_kernels.reference import attention, linear, paged_kv, rope
+from quire_kernels.reference import attention, experts, linear, paged_kv, rope
 
 REFERENCE = KernelSet(
     name="reference",
@@ -19,6 +19,9 @@ REFERENCE = KernelSet(
     linear_add=linear.linear_add,
     norm_add=linear.norm_add,
     linear=linear.linear,
+    pack_router=linear.pack_linear,
+    mix_experts=experts.mix_experts,
+    given_experts=experts.given_experts,
     rope_write=rope.rope_write,
     attention=attention.attention,
     logits=linear.logits,

@@ -32,6 +32,7 @@ from quire_kernels.kernel_set import Activation, Norm
 # Decode batches are small, so a small tile; at 16 rows a product costs about as much as at one.
 TILE = 16
 _GELU = math.sqrt(2.0 / math.pi)  # of its tanh approximation (Hendrycks & Gimpel 2016, arXiv:1606.08415)
+_SWIGLU_ALPHA, _SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss
 # Columns per share. Small matrices are one share, which costs nothing; large ones keep many threads busy.
 SHARE = 512
 
@@ -63,13 +64,26 @@ def norm_linear(x: Tensor, norm: Norm | None, w: Linear) -> Tensor:
 def norm_gate_up(x: Tensor, norm: Norm | None, w: Linear, activation: Activation) -> Tensor:
     def project(rows: Tensor) -> Tensor:
         gate, up = _project(normed(rows, norm), w).float().chunk(2, dim=-1)  # [R, I] each
-        return (activate(gate, activation) * up).to(x.dtype)
+        return gated(gate, up, activation).to(x.dtype)
 
     return by_tiles(project, x)
 
 
+def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """The activation of the gate times up, of float32 or wider."""
+    return activate(gate, activation) * times(up, activation)
+
+
+def times(up: Tensor, activation: Activation) -> Tensor:
+    """The factor of the activated gate."""
+    return up.clamp(-_SWIGLU_LIMIT, _SWIGLU_LIMIT) + 1.0 if activation == "swiglu_clamped" else up
+
+
 def activate(gate: Tensor, activation: Activation) -> Tensor:
     """Of float32 or wider, by their definitions: F.silu rounds the last elements of an array differently."""
+    if activation == "swiglu_clamped":
+        gate = gate.clamp(max=_SWIGLU_LIMIT)
+        return gate / (1.0 + torch.exp(-_SWIGLU_ALPHA * gate))
     if activation == "gelu_tanh":
         # 0.5 (1 + tanh(z)) is 1 / (1 + exp(-2 z))
         return gate / (1.0 + torch.exp(-2.0 * _GELU * (gate + 0.044715 * gate * gate * gate)))

@@ -15,14 +15,20 @@ _BLOCK = 1024  # columns of a program: eight for each thread of four warps, one 
 
 
 @triton.jit
-def gate_mul_kernel(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def gate_mul_kernel(gate_up, out, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """Row `program_id(0)`, columns of `program_id(1)`: gate_up [T, 2 width] holds the gate, then up."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     gate = tl.load(gate_up + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
-    inner = -1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else -gate  # -2 sqrt(2 / pi)
+    inner = -gate
+    if ACTIVATION == "gelu_tanh":
+        inner = -1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # -2 sqrt(2 / pi)
+    if ACTIVATION == "swiglu_clamped":  # NaN stays NaN
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+        inner = -1.702 * gate
     value = tl.div_rn(gate, 1.0 + tl.exp(inner)) * up
     tl.store(out + row * width + columns, value.to(out.dtype.element_ty), mask=inside)
 
@@ -33,5 +39,5 @@ def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     gate_up, out = gate_up.contiguous(), gate_up.new_empty(num_rows, width)
     if num_rows:
         grid = (num_rows, triton.cdiv(width, _BLOCK))
-        gate_mul_kernel[grid](gate_up, out, width, GELU=activation == "gelu_tanh", BLOCK=_BLOCK, num_warps=4)
+        gate_mul_kernel[grid](gate_up, out, width, ACTIVATION=activation, BLOCK=_BLOCK, num_warps=4)
     return out

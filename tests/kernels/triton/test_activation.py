@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire_kernels.kernel_set import Activation
-from quire_kernels.reference.linear import activate
+from quire_kernels.reference.linear import gated
 from quire_kernels.triton import activation
 from support.guarded import between_guards, guarded
 from support.planted import noticed, planted
@@ -26,7 +26,7 @@ def _check(module, width: int, dtype: torch.dtype) -> None:
     for name in get_args(Activation):
         with guarded():
             result = module.gate_mul(gate_up, name)
-        expected = (activate(gate, name) * up).to(dtype)
+        expected = gated(gate, up, name).to(dtype)
         assert torch.allclose(result.float(), expected.float(), rtol=1e-2 if dtype is torch.bfloat16 else 1.2e-3)
         assert (result == expected).float().mean() > 0.99
 
@@ -50,9 +50,10 @@ def test_a_row_does_not_depend_on_the_others():
     [
         ("value.to(out.dtype.element_ty), mask=inside)", "value.to(out.dtype.element_ty))"),
         ("row * 2 * width + width + columns", "row * 2 * width + columns"),
-        ("if GELU:", "if not GELU:"),
+        ('if ACTIVATION == "gelu_tanh"', 'if ACTIVATION != "gelu_tanh"'),
+        ('if ACTIVATION == "swiglu_clamped"', 'if ACTIVATION != "swiglu_clamped"'),
     ],
-    ids=["unmasked store", "the gate for up", "another activation"],
+    ids=["unmasked store", "the gate for up", "another activation", "unclamped"],
 )
 def test_planted_bugs_are_found(old, new, tmp_path):
     with pytest.raises(noticed()):

@@ -23,12 +23,23 @@ from quire_engine.execution.models.options import read_json_object
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_STORED = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a value
-_BYTES = {**_STORED, "I64": 8, "I32": 4, "I8": 1, "F8_E4M3": 1}  # also of the tensors that others are decoded from
+STORED = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a value
+_BYTES = {
+    **STORED,
+    "I64": 8,
+    "I32": 4,
+    "I8": 1,
+    "U8": 1,
+    "F8_E4M3": 1,
+}  # also of the tensors that others are decoded from
 _MAX_LISTED = 8  # names in one error message
 _MAPS = Path("/proc/self/maps")
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+# The shape of a tensor, and what makes it of stored ones, by their roles.
+Made = tuple[tuple[int, ...], Callable[[dict[str, Tensor]], Tensor]]
 
 
 class _Slice(Protocol):
@@ -55,6 +66,7 @@ class _Decoded(NamedTuple):
     parts: dict[str, _Entry]
     shape: tuple[int, ...]
     decode: Callable[[dict[str, Tensor]], Tensor]
+    sharers: int = 1  # tensors that are decoded from these parts, one of them this
 
 
 class StoredTensors(Protocol):
@@ -79,6 +91,7 @@ class Checkpoint:
         self._latest: tuple[str, Tensor] | None = None  # a matrix that was decoded; the next part of it may follow
         self._addresses: dict[str, int] = {}  # of the tensors that were read, by their names in the files
         self._done: set[str] = set()
+        self._undone: dict[str, int] = {}  # of the tensors that others share, how many still want them
 
     @property
     def names(self) -> set[str]:
@@ -93,7 +106,8 @@ class Checkpoint:
         return sum(self._size(name) for name in self.names)
 
     def _size(self, name: str) -> int:
-        return sum(map(_num_bytes, self._stored(name)))
+        sharers = self._decoded[name].sharers if name in self._decoded else 1
+        return sum(map(_num_bytes, self._stored(name))) // sharers
 
     def _stored(self, name: str) -> list[_Entry]:
         """The entries that a tensor is read from; messages name the first."""
@@ -120,6 +134,20 @@ class Checkpoint:
         found = {role: self._entries.pop(part) for role, part in parts.items()}
         self._decoded[name] = _Decoded(found, shape, decode)
 
+    def divide(
+        self,
+        parts: dict[str, str],
+        into: dict[str, Made],
+    ) -> None:
+        """Know several tensors in the place of stored ones, given by their roles: by name a shape and what decodes it.
+
+        A ValueError while one is decoded becomes a ModelLoadError that names the first of the stored ones.
+        """
+        found = {role: self._entries.pop(part) for role, part in parts.items()}
+        self._undone[next(iter(found.values())).stored] = len(into)
+        for name, (shape, decode) in into.items():
+            self._decoded[name] = _Decoded(found, shape, decode, len(into))
+
     def is_done(self, name: str) -> bool:
         """Whether `done` was called for it."""
         return name in self._done
@@ -127,7 +155,10 @@ class Checkpoint:
     def done(self, name: str) -> int:
         """A tensor will not be read again, so its pages are released; returns its bytes as stored."""
         self._done.add(name)
-        self.release(name)
+        first = self._stored(name)[0].stored
+        self._undone[first] = self._undone.get(first, 1) - 1
+        if self._undone[first] <= 0:
+            self.release(name)
         return self._size(name)
 
     def release(self, name: str) -> None:
@@ -163,8 +194,8 @@ class Checkpoint:
             if found != shape:
                 made = "" if decoded is None else f"decoded as {name} "
                 raise self.error(name, f"{made}has shape {list(found)}, the configuration implies {list(shape)}")
-            if decoded is None and dtype not in _STORED:
-                raise self.error(name, f"is stored as {dtype}; supported: {', '.join(_STORED)}")
+            if decoded is None and dtype not in STORED:
+                raise self.error(name, f"is stored as {dtype}; supported: {', '.join(STORED)}")
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as stored, on the CPU, possibly a view of the mapped file; a quantised one as float32."""

@@ -105,6 +105,8 @@ _HARMLESS = frozenset(
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
         "output_scores",
         "pad_token_id",
         "prefix",
@@ -153,9 +155,23 @@ _OF_OTHER_PARTS = re.compile(
 _PATTERNS = ("_sliding_window_pattern", "sliding_window_pattern")  # each nth layer is without a window
 _MOST_SHOWN = 60  # characters of a value in a message
 _MAX_LAYERS = 4096  # beyond any model; what follows takes time and memory in proportion
+_MOST_EXPERTS = 4096
 _DTYPES = ("bfloat16", "float16", "float32")
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of a model's layers, of which each row of a layer chooses `top_k`."""
+
+    count: int
+    top_k: int
+    inner: int
+    normalised: bool  # the weights of a row's experts sum to 1
+    layers: tuple[bool, ...]  # whether a layer has them, and no MLP of its own
+    biases: bool  # of the router, and of every expert
+    in_turns: bool  # a tensor of all experts is transposed, with the gate's columns and up's in turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +205,7 @@ class ModelConfig:
     logit_factor: float = 1.0
     logit_cap: float | None = None
     score_cap: float | None = None  # of attention's scores
+    experts: ExpertsConfig | None = None
     quantisation: Quantisation | None = None  # of the stored matrices; None: they are stored as numbers
     headless: bool = False  # a classifier or a model of embeddings: its last projection is not used, be it there or not
     full_keys_are_values: bool = False  # in layers without a window: they have no projection of values
@@ -214,6 +231,10 @@ class ModelConfig:
     def keys_are_values(self, layer: int) -> bool:
         """Whether the layer's values are its keys, before they are normed and rotated."""
         return self.full_keys_are_values and self.windows[layer] is None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in place of an MLP."""
+        return self.experts is not None and self.experts.layers[layer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,9 +312,9 @@ def _model_config(options: Options, family: Family, *, headless: bool) -> ModelC
         max_position_embeddings=max_positions,
         ropes=ropes,
         tie_word_embeddings=options.boolean("tie_word_embeddings", family.ties_embeddings) or headless,
-        qkv_bias=_bias(options, family.qkv_bias),
-        o_bias=_bias(options, family.o_bias),
-        mlp_bias=_bias(options, family.mlp_bias),
+        qkv_bias=_bias(options, family.qkv_bias, family.default_bias),
+        o_bias=_bias(options, family.o_bias, family.default_bias),
+        mlp_bias=_bias(options, family.mlp_bias, family.default_bias),
         windows=windows,
         bidirectional=bidirectional,
         dtype=_dtype(options),
@@ -307,6 +328,7 @@ def _model_config(options: Options, family: Family, *, headless: bool) -> ModelC
         logit_factor=options.number(scales.logit_factor, 0.0625) if scales.logit_factor else 1.0,
         logit_cap=_cap(options, scales.logit_cap),
         score_cap=_cap(options, scales.score_cap),
+        experts=_experts(options, family, num_layers),
         headless=headless,
         full_keys_are_values=family.own_full_heads and options.boolean("attention_k_eq_v", False),
     )
@@ -365,9 +387,37 @@ def _attention_scale(options: Options, family: Family, width: int) -> float:
 
 def _activation(options: Options, family: Family) -> Activation:
     name = options.text(family.activation_key, family.default_activation)
+    if family.experts is not None and family.experts.activation is not None:
+        return family.experts.activation
     if name not in _ACTIVATIONS:
         raise options.beyond(f"{family.activation_key}={name!r} is not supported; only {', '.join(_ACTIVATIONS)} are")
     return _ACTIVATIONS[name]
+
+
+def _experts(options: Options, family: Family, num_layers: int) -> ExpertsConfig | None:
+    known = family.experts
+    if known is None:
+        return None
+    key = "num_local_experts" if options.given("num_local_experts") else "num_experts"
+    count = options.integer(key, known.default_count, most=_MOST_EXPERTS)
+    top_k = options.integer("num_experts_per_tok", known.default_top_k)
+    if top_k > count:
+        raise options.error(f"num_experts_per_tok={top_k} cannot be more than the {count} experts")
+    layers = [True] * num_layers
+    if known.by_layer:
+        each, without = options.integer("decoder_sparse_step", 1), options.raw("mlp_only_layers") or []
+        if not isinstance(without, list) or any(type(layer) is not int for layer in without):
+            raise options.error(f"mlp_only_layers must be a list of layers, not {without!r}")
+        layers = [layer not in without and (layer + 1) % each == 0 for layer in range(num_layers)]
+    return ExpertsConfig(
+        count=count,
+        top_k=top_k,
+        inner=options.integer(known.inner, known.default_inner),
+        normalised=known.normalised is None or options.boolean(known.normalised, False),
+        layers=tuple(layers),
+        biases=known.biases,
+        in_turns=known.stored == "turned",
+    )
 
 
 def _check_heads(options: Options, num_heads: int, heads: KVHeads) -> None:
@@ -429,9 +479,9 @@ def _makes_vectors(path: Path) -> bool:
     return any(isinstance(kind, str) and kind.endswith(".Pooling") for kind in kinds)
 
 
-def _bias(options: Options, bias: Bias) -> bool:
+def _bias(options: Options, bias: Bias, default: bool) -> bool:
     # A family without the option must not be given one: its reference implementation would not read it either.
-    return bias == "always" if bias in ("always", "never") else options.boolean(bias, False)
+    return bias == "always" if bias in ("always", "never") else options.boolean(bias, default)
 
 
 def _dtype(options: Options) -> str:

@@ -47,11 +47,29 @@ class Scales:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Experts in place of a layer's MLP: the options that describe them, and their defaults."""
+
+    inner: str = "intermediate_size"
+    default_inner: int | None = None
+    default_count: int
+    default_top_k: int
+    normalised: str | None = None  # the option that has a row's weights sum to 1; None: they always do
+    by_layer: bool = False  # options tell which layers have an MLP all the same
+    biases: bool = False  # of the router, and of every expert
+    activation: Literal["swiglu_clamped"] | None = None  # None: the option's
+    # How a tensor of all of them is stored: each expert's matrices as they multiply, the gate's rows before up's; or
+    # transposed, with columns of both in turns.
+    stored: Literal["rows", "turned"] = "rows"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """An architecture: its biases, norms and windows, and the defaults of options that checkpoints may omit."""
 
     architecture: str
     qkv_bias: Bias = "never"
+    default_bias: bool = False  # where an option that is to say so does not
     o_bias: Bias = "never"
     mlp_bias: Bias = "never"
     qk_norm: Literal["head", "row"] | None = None
@@ -86,6 +104,8 @@ class Family:
     own_full_heads: bool = False  # layers without a window have heads of their own, and may use keys as values
     v_norm: bool = False  # value heads are normed, without a weight
     layer_scalar: bool = False  # a number by which a layer's result is multiplied
+    sinks: bool = False  # every query head has a score without a key
+    experts: Experts | None = None
     may_see_behind: bool = False  # where `use_bidirectional_attention` is true
     text_type: str | None = None  # of a model that sees too: model_type of its text_config, in which the options lie
 
@@ -346,6 +366,64 @@ _FAMILIES = (
         rotation="windowed",
         default_kv_heads=32,
         default_eps=1e-5,
+    ),
+    Family(
+        architecture="Qwen3MoeForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        default_kv_heads=4,
+        default_max_positions=32768,
+        experts=Experts(
+            inner="moe_intermediate_size",
+            default_inner=768,
+            default_count=128,
+            default_top_k=8,
+            normalised="norm_topk_prob",
+            by_layer=True,
+        ),
+        restated=(("use_sliding_window", False),),
+    ),
+    Family(
+        architecture="MixtralForCausalLM",
+        window="all_layers",
+        default_theta=1e6,
+        default_kv_heads=8,
+        default_max_positions=131072,
+        default_eps=1e-5,
+        experts=Experts(default_count=8, default_top_k=2),
+    ),
+    Family(
+        architecture="OlmoeForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="row",
+        default_max_positions=4096,
+        default_eps=1e-5,
+        experts=Experts(default_count=64, default_top_k=8, normalised="norm_topk_prob"),
+    ),
+    Family(
+        architecture="GptOssForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        default_bias=True,
+        norm_form="wide",
+        window="by_type",
+        default_window=128,
+        full_each=2,
+        sinks=True,
+        default_theta=150000.0,
+        default_kv_heads=8,
+        default_head_dim=64,
+        default_max_positions=131072,
+        default_eps=1e-5,
+        experts=Experts(default_count=128, default_top_k=4, biases=True, activation="swiglu_clamped", stored="turned"),
+        restated=(
+            ("experts_per_token", 4),
+            ("initial_context_length", 4096),
+            ("swiglu_alpha", 1.702),
+            ("swiglu_limit", 7.0),
+        ),
     ),
 )
 

@@ -16,21 +16,25 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.checkpoint import Checkpoint, StoredTensors, open_checkpoint
-from quire_engine.execution.models.config import ModelConfig, RopeConfig
+from quire_engine.execution.models.config import ExpertsConfig, ModelConfig, RopeConfig
 from quire_engine.execution.models.decoder import Decoder, Weights
 from quire_engine.execution.models.dequantising import decode_quantised
+from quire_engine.execution.models.experts import expert_shapes, is_expert, most_expert_bytes, take_experts
 from quire_engine.execution.packed.image import ALIGNMENT, Image, ImageWriter
 from quire_engine.execution.progress import Progress, Tell, tell_nobody
 from quire_engine.kv_groups import KVLayout, one_group
 from quire_kernels.kernel_set import (
     Attend,
     AttentionShape,
+    ExpertMatrices,
     KeepSampled,
     KernelSet,
     LayerOp,
     LinearAdd,
     LinearWeight,
+    MixExperts,
     Norm,
     NormAdd,
     NormGateUp,
@@ -38,7 +42,9 @@ from quire_kernels.kernel_set import (
     PoolPart,
     Project,
     RopeWrite,
+    Routing,
     Source,
+    expert_rows,
 )
 from quire_kernels.packed_form import PackedForm
 
@@ -73,7 +79,7 @@ def load_decoder(
     with checked_checkpoint(path, config) as checkpoint:
         source = CheckpointSource(checkpoint, kernels, dtype, device, tell=tell, threads=threads)
         layout = one_group(config.kv_heads)
-        weights = assemble(source, config, layout=layout, device=device, max_model_len=max_model_len)
+        weights = assemble(source, config, kernels, layout=layout, device=device, max_model_len=max_model_len)
     return decoder_of(weights, config, kernels)
 
 
@@ -98,6 +104,7 @@ def take_text(checkpoint: Checkpoint, config: ModelConfig) -> None:
     if config.quantisation is not None:
         decode_quantised(checkpoint, config.quantisation)
     checkpoint.drop(lambda name: name.endswith(".rotary_emb.inv_freq"))  # derived, saved by old exporters
+    take_experts(checkpoint, config)
     if "embed_tokens.weight" in checkpoint.names:  # only the part below the heads was saved
         checkpoint.rename(lambda name: name if name.startswith(("lm_head.", "score.")) else f"model.{name}")
     if config.family.text_type is None:
@@ -133,6 +140,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if config.qk_norm:
             shapes[layer + "self_attn.q_norm.weight"] = (heads.width * (config.num_heads if row else 1),)
             shapes[layer + "self_attn.k_norm.weight"] = (heads.width * (heads.number if row else 1),)
+        shapes |= {layer + "self_attn.sinks": (config.num_heads,)} if family.sinks else {}
+        shapes |= expert_shapes(config, index)
         for name, rows, columns, bias in _projections(config, index):
             shapes[f"{layer}{name}.weight"] = (rows, columns)
             if bias:
@@ -145,13 +154,15 @@ def _projections(config: ModelConfig, index: int) -> Iterator[tuple[str, int, in
     hidden, inner, heads = config.hidden_size, config.intermediate_size, config.kv_heads[index]
     q_width, kv_width = config.num_heads * heads.width, heads.values
     yield "self_attn.o_proj", hidden, q_width, config.o_bias
-    yield "mlp.down_proj", hidden, inner, config.mlp_bias
     if "qkv" in config.family.fused:
         yield "self_attn.qkv_proj", q_width + 2 * kv_width, hidden, config.qkv_bias
     else:
         yield "self_attn.q_proj", q_width, hidden, config.qkv_bias
         for name in ("k_proj",) if config.keys_are_values(index) else ("k_proj", "v_proj"):
             yield "self_attn." + name, kv_width, hidden, config.qkv_bias
+    if config.has_experts(index):
+        return
+    yield "mlp.down_proj", hidden, inner, config.mlp_bias
     if "gate_up" in config.family.fused:
         yield "mlp.gate_up_proj", 2 * inner, hidden, config.mlp_bias
     else:
@@ -162,7 +173,8 @@ def _projections(config: ModelConfig, index: int) -> Iterator[tuple[str, int, in
 def most_image_bytes(config: ModelConfig, form: PackedForm, itemsize: int) -> int:
     """An upper bound on the bytes of a model's image: matrices packed, the embedding, norms and biases as they are."""
     total = config.vocab_size * config.hidden_size * itemsize + ALIGNMENT
-    for shape in expected_shapes(config).values():
+    total += most_expert_bytes(config, form)
+    for shape in (shape for name, shape in expected_shapes(config).items() if not is_expert(name)):
         total += form.most_bytes(*shape) if len(shape) == 2 else shape[0] * itemsize + ALIGNMENT
     for index, heads in enumerate(config.kv_heads):
         if config.keys_are_values(index):  # the rows of the keys are packed twice
@@ -172,8 +184,12 @@ def most_image_bytes(config: ModelConfig, form: PackedForm, itemsize: int) -> in
 
 def matrices_after_attention(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """Names of a layer's matrices that are multiplied with what its attention gives."""
+    prefix = f"model.layers.{layer}."
+    if config.has_experts(layer):
+        matrices = [name for name, shape in expert_shapes(config, layer).items() if len(shape) > 1]
+        return (prefix + "self_attn.o_proj.weight", *matrices)
     mlp = ("mlp.gate_up_proj",) if "gate_up" in config.family.fused else ("mlp.gate_proj", "mlp.up_proj")
-    return tuple(f"model.layers.{layer}.{name}.weight" for name in ("self_attn.o_proj", *mlp, "mlp.down_proj"))
+    return tuple(f"{prefix}{name}.weight" for name in ("self_attn.o_proj", *mlp, "mlp.down_proj"))
 
 
 def _drop_tied_head(checkpoint: Checkpoint) -> None:
@@ -187,13 +203,19 @@ def _drop_tied_head(checkpoint: Checkpoint) -> None:
 
 
 def assemble(
-    source: WeightSource, config: ModelConfig, *, layout: KVLayout, device: torch.device, max_model_len: int
+    source: WeightSource,
+    config: ModelConfig,
+    kernels: KernelSet,
+    *,
+    layout: KVLayout,
+    device: torch.device,
+    max_model_len: int,
 ) -> Weights:
     """The decoder's weights from wherever they come, for a pool of this layout."""
     embedding = source.tensor(_EMBEDDING)
     # The largest matrix comes while little else is in memory: what packing needs beside the weights is then a layer.
     head = source.head("head", _EMBEDDING if config.tie_word_embeddings else _HEAD, embedding)
-    layers = _Layers(source, config, layout, device=device, max_model_len=max_model_len)
+    layers = _Layers(source, config, kernels, layout, device=device, max_model_len=max_model_len)
     return Weights(
         embedding=embedding,
         program=tuple(op for index in range(config.num_layers) for op in layers.ops(index)),
@@ -216,9 +238,16 @@ class _Layers:
     """Makes the ops of a model's layers from its configuration and its weights."""
 
     def __init__(
-        self, source: WeightSource, config: ModelConfig, layout: KVLayout, *, device: torch.device, max_model_len: int
+        self,
+        source: WeightSource,
+        config: ModelConfig,
+        kernels: KernelSet,
+        layout: KVLayout,
+        *,
+        device: torch.device,
+        max_model_len: int,
     ) -> None:
-        self._source, self._config, self._layout = source, config, layout
+        self._source, self._config, self._kernels, self._layout = source, config, kernels, layout
         widths = [heads.width for heads in config.kv_heads]
         self._orders = {width: pair_order(config, width) for width in set(widths)}
         self._tables = {
@@ -248,10 +277,40 @@ class _Layers:
             yield attend
             yield from self._add("mixed", o, self._norm_at(prefix, norms.after_attention))
             norm = self._norm_at(prefix, norms.mlp)
+            if config.experts is not None and config.experts.layers[index]:
+                yield from self._experts(prefix, config.experts, norm, self._norm_at(prefix, norms.after_mlp))
+                return
             yield NormGateUp(norm=norm, weight=self._gate_up(prefix), activation=config.activation)
         down = self._matrix(prefix + "down", [Part(mlp + "down_proj")], config.mlp_bias)
         scale = self._source.tensor(prefix + "layer_scalar").item() if config.family.layer_scalar else 1.0
         yield from self._add("wide", down, self._norm_at(prefix, norms.after_mlp), scale)
+
+    def _experts(self, prefix: str, known: ExpertsConfig, norm: Norm | None, after: Norm | None) -> Iterator[LayerOp]:
+        config, pack, mlp = self._config, self._kernels.pack_router, prefix + "mlp."
+        if pack is None:
+            raise ModelLoadError(f"{config.architecture}: the {self._kernels.name} kernels compute no experts")
+        router = self._source.tensor(mlp + "gate.weight")
+        router_bias = self._source.tensor(mlp + "gate.bias") if known.biases else None
+
+        def parts(name: str, rows: int) -> list[Part]:
+            whole = expert_rows(rows)
+            return [Part(f"{mlp}experts.{expert}.{name}", filled=whole) for expert in range(known.count)]
+
+        gate, up = (parts(name, known.inner) for name in ("gate_proj", "up_proj"))
+        biases = [part.named(".bias") for part in (*gate, *up)] if known.biases else []
+        gate, up = ([part.named(".weight") for part in each] for each in (gate, up))
+        experts = ExpertMatrices(
+            count=known.count,
+            inner=known.inner,
+            gate_up=self._source.gate_up(prefix + "gate_up", gate, up, biases),
+            down=self._matrix(prefix + "down", parts("down_proj", config.hidden_size), known.biases),
+            activation=config.activation,
+        )
+        routing = Routing(weight=pack(router, router_bias), top_k=known.top_k, normalised=known.normalised)
+        scale = config.residual_scale
+        yield MixExperts(norm=norm, routing=routing, experts=experts, scale=scale, to="x" if after is None else "y")
+        if after is not None:
+            yield NormAdd(norm=after)
 
     def norm(self, name: str) -> Norm:
         """A norm of rows, in the form in which the family multiplies."""
@@ -294,6 +353,7 @@ class _Layers:
             v_norm=config.family.v_norm,
             norm_eps=config.norm_eps,
             softcap=config.score_cap,
+            sinks=self._source.tensor(attention + "sinks").float() if config.family.sinks else None,
         )
 
     def _head_norm(self, name: str, width: int) -> Tensor:
@@ -324,7 +384,7 @@ class _Layers:
             inner = config.intermediate_size
             gate, up = Part(mlp + "gate_up_proj", stop=inner), Part(mlp + "gate_up_proj", start=inner)
         biases = [part.named(".bias") for part in (gate, up)] if config.mlp_bias else []
-        return self._source.gate_up(prefix + "gate_up", gate.named(".weight"), up.named(".weight"), biases)
+        return self._source.gate_up(prefix + "gate_up", [gate.named(".weight")], [up.named(".weight")], biases)
 
     def _matrix(self, place: str, parts: Sequence[Part], bias: bool) -> LinearWeight:
         weights, biases = ([part.named(kind) for part in parts] for kind in (".weight", ".bias"))
@@ -339,6 +399,7 @@ class Part:
     start: int = 0
     stop: int | None = None
     head_order: Tensor | None = None  # [head_dim]: the stored place of each
+    filled: int = 0  # rows of zeros follow, up to so many in all
 
     def named(self, kind: str) -> Part:
         return replace(self, name=self.name + kind)
@@ -381,7 +442,7 @@ class WeightSource(Protocol):
         """One projection made of the rows of several."""
         ...
 
-    def gate_up(self, place: str, gate: Part, up: Part, biases: Sequence[Part]) -> LinearWeight: ...
+    def gate_up(self, place: str, gate: Sequence[Part], up: Sequence[Part], biases: Sequence[Part]) -> LinearWeight: ...
 
     def head(self, place: str, name: str, embedding: Tensor) -> LinearWeight:
         """The last projection; `embedding` is what `tensor` gave for it where both are one."""
@@ -434,9 +495,9 @@ class CheckpointSource:
         packed = self._pack_linear(self._rows(weights), self._bias(biases))
         return self._packed(place, packed, [*weights, *biases])
 
-    def gate_up(self, place: str, gate: Part, up: Part, biases: Sequence[Part]) -> LinearWeight:
-        packed = self._pack_gate_up(self._rows([gate]), self._rows([up]), self._bias(biases))
-        return self._packed(place, packed, [gate, up, *biases])
+    def gate_up(self, place: str, gate: Sequence[Part], up: Sequence[Part], biases: Sequence[Part]) -> LinearWeight:
+        packed = self._pack_gate_up(self._rows(gate), self._rows(up), self._bias(biases))
+        return self._packed(place, packed, [*gate, *up, *biases])
 
     def head(self, place: str, name: str, embedding: Tensor) -> LinearWeight:
         if self._checkpoint.is_done(name):
@@ -455,7 +516,14 @@ class CheckpointSource:
 
     def _rows(self, parts: Sequence[Part], *, may_be_kept: bool = False) -> Tensor:
         """The rows of one part of a tensor or of several, one below the other."""
-        stored = [part.of(self._checkpoint.tensor(part.name)) for part in parts]
+        stored: list[Tensor] = []
+        names: list[str] = []
+        for part in parts:
+            rows = part.of(self._checkpoint.tensor(part.name))
+            stored.append(rows)
+            if part.filled > len(rows):
+                stored.append(rows.new_zeros(1).expand(part.filled - len(rows), *rows.shape[1:]))
+            names += [part.name] * (len(stored) - len(names))
         packs = self._form is not None and not may_be_kept
         if packs and len(stored) == 1 and stored[0].dtype is self._dtype:
             rows = stored[0]  # packing reads it and keeps nothing: no need for a copy
@@ -465,8 +533,8 @@ class CheckpointSource:
         else:
             moved = [part.to(device=self._device, dtype=self._dtype, copy=True) for part in stored]
             rows = torch.cat(moved) if len(moved) > 1 else moved[0]
-        for part, values in zip(parts, torch.split(rows, [len(part) for part in stored]), strict=True):
-            self._check(part.name, values)
+        for name, values in zip(names, torch.split(rows, [len(part) for part in stored]), strict=True):
+            self._check(name, values)
         return rows
 
     def _convert(self, stored: Sequence[Tensor], into: Tensor) -> None:
@@ -521,69 +589,13 @@ class ImageSource:
         del weights, biases
         return self._form.restore(*self._image.matrix(place))
 
-    def gate_up(self, place: str, gate: Part, up: Part, biases: Sequence[Part]) -> LinearWeight:
+    def gate_up(self, place: str, gate: Sequence[Part], up: Sequence[Part], biases: Sequence[Part]) -> LinearWeight:
         del gate, up
         return self.matrix(place, (), biases)
 
     def head(self, place: str, name: str, embedding: Tensor) -> LinearWeight:
         del embedding
         return self.matrix(place, (Part(name),), ())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parameters:
-    """Numbers of parameters, by their use."""
-
-    embedding: int  # looked up
-    head: int  # multiplied with the rows that are sampled; the embedding itself when `tied`
-    linear: int  # of the layers
-    tail: int  # of `linear`, behind the last layer's attention: only the rows that are sampled get there
-    small: int  # norms and biases
-    tied: bool
-
-    @property
-    def total(self) -> int:
-        return self.embedding + self.linear + self.small + (0 if self.tied else self.head)
-
-    def memory(self, itemsize: int, packed_bits: float | None, packed_bytes: int | None = None) -> WeightMemory:
-        """`packed_bits` as in `KernelSet`; `packed_bytes`: what all matrices take, once that is known."""
-        if packed_bytes is None:
-            packed_bytes = int((self.linear + self.head) * (packed_bits or 8 * itemsize)) // 8
-        read = packed_bytes + self.small * itemsize
-        apart = packed_bits is not None or not self.tied
-        return WeightMemory(total=read + (self.embedding * itemsize if apart else 0), read=read)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightMemory:
-    """Bytes of loaded weights."""
-
-    total: int
-    read: int  # for one token with its logits; the embedding is looked up
-
-
-def count_parameters(path: Path, model: ModelConfig) -> Parameters:
-    """From the configuration, once the files' headers agree with it; left-over tensors are the loader's to judge.
-
-    No weight is read.
-    """
-    shapes = expected_shapes(model)
-    with open_checkpoint(path) as checkpoint:
-        take_text(checkpoint, model)
-        checkpoint.drop(lambda name: name not in shapes)
-        checkpoint.require(shapes)
-    table = model.vocab_size * model.hidden_size
-    matrices = sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
-    small = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 1)
-    tables = table if model.tie_word_embeddings else 2 * table
-    return Parameters(
-        embedding=table,
-        head=table,
-        linear=matrices - tables,
-        tail=sum(math.prod(shapes[name]) for name in matrices_after_attention(model, model.num_layers - 1)),
-        small=small,
-        tied=model.tie_word_embeddings,
-    )
 
 
 def rope_table(rope: RopeConfig | None, head_dim: int, num_positions: int, *, rotary_dim: int | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.fallback.interface import AttentionCall, attach, set_interfaces
 from quire_engine.execution.models.fallback.model_class import IMPLEMENTATION, ModelClass, in_steps
 from quire_engine.execution.models.fallback.states import SequenceState, cache_parameter
-from quire_engine.execution.models.weights import Parameters
+from quire_engine.execution.models.parameters import Parameters
 from quire_engine.kv_groups import KVHeads
 
 _ROWS = 5  # of the probe: a number that no width is a multiple of by chance

@@ -22,8 +22,8 @@ from quire_engine.execution.models.fallback.model_class import IMPLEMENTATION, m
 from quire_engine.execution.models.fallback.proof import prove
 from quire_engine.execution.models.fallback.states import COPIES
 from quire_engine.execution.models.fallback.weights import ConvertedCheckpoint, fits_image, most_image_bytes
+from quire_engine.execution.models.parameters import Parameters
 from quire_engine.execution.models.served import SourceOf, Wanted
-from quire_engine.execution.models.weights import Parameters
 from quire_engine.execution.packed.image import ALIGNMENT, HEADER_BYTES
 from quire_kernels.kernel_set import KernelSet
 from quire_kernels.packed_form import PackedForm

@@ -255,8 +255,8 @@ class MemorySource:
         bias = torch.cat([part.of(self.tensor(part.name)) for part in biases]) if biases else None
         return self._kernels.pack_linear(torch.cat([part.of(self.tensor(part.name)) for part in weights]), bias)
 
-    def gate_up(self, place: str, gate: Part, up: Part, biases: Sequence[Part]) -> LinearWeight:
-        return self.matrix(place, [gate, up], biases)
+    def gate_up(self, place: str, gate: Sequence[Part], up: Sequence[Part], biases: Sequence[Part]) -> LinearWeight:
+        return self.matrix(place, [*gate, *up], biases)
 
     def head(self, place: str, name: str, embedding: Tensor) -> LinearWeight:
         del embedding

@@ -1,0 +1,96 @@
+"""How many parameters a model has, how many of them a token is multiplied with, and the memory that they take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire_engine.execution.models.checkpoint import open_checkpoint
+from quire_engine.execution.models.config import ModelConfig
+from quire_engine.execution.models.experts import is_expert
+from quire_engine.execution.models.weights import expected_shapes, matrices_after_attention, take_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Numbers of parameters, by their use."""
+
+    embedding: int  # looked up
+    head: int  # multiplied with the rows that are sampled; the embedding itself when `tied`
+    linear: int  # of the layers
+    tail: int  # of `linear`, behind the last layer's attention: only the rows that are sampled get there
+    small: int  # norms and biases
+    tied: bool
+    experts: int = 0  # of `linear`, in experts
+    tail_experts: int = 0  # of `tail`, in experts
+    num_experts: int = 1  # of a layer
+    top_k: int = 1  # of them that multiply a token
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.linear + self.small + (0 if self.tied else self.head)
+
+    @property
+    def for_each_token(self) -> int:
+        """The number that every token is multiplied with."""
+        return self._active(self.linear, self.experts) - self._active(self.tail, self.tail_experts) + self.small
+
+    @property
+    def for_sampled_tokens(self) -> int:
+        """The number that a token is multiplied with beside those where its logits are needed."""
+        return self._active(self.tail, self.tail_experts) + self.head
+
+    def _active(self, matrices: int, experts: int) -> int:
+        return matrices - experts + experts * self.top_k // self.num_experts
+
+    def memory(self, itemsize: int, packed_bits: float | None, packed_bytes: int | None = None) -> WeightMemory:
+        """`packed_bits` as in `KernelSet`; `packed_bytes`: what all matrices take, once that is known."""
+        if packed_bytes is None:
+            packed_bytes = int((self.linear + self.head) * (packed_bits or 8 * itemsize)) // 8
+        read = packed_bytes + self.small * itemsize
+        apart = packed_bits is not None or not self.tied
+        # All matrices alike: of a router, which is not quantised, there is little.
+        experts = packed_bytes * self.experts // max(1, self.linear + self.head)
+        total = read + (self.embedding * itemsize if apart else 0)
+        return WeightMemory(
+            total=total, read=read - experts + experts * self.top_k // self.num_experts, experts=experts
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightMemory:
+    """Bytes of loaded weights."""
+
+    total: int
+    read: int  # for one token with its logits; the embedding is looked up
+    experts: int = 0  # of `total`, of which one token reads its share
+
+
+def count_parameters(path: Path, model: ModelConfig) -> Parameters:
+    """From the configuration, once the files' headers agree with it; left-over tensors are the loader's to judge.
+
+    No weight is read.
+    """
+    shapes = expected_shapes(model)
+    with open_checkpoint(path) as checkpoint:
+        take_text(checkpoint, model)
+        checkpoint.drop(lambda name: name not in shapes)
+        checkpoint.require(shapes)
+    table = model.vocab_size * model.hidden_size
+    sizes = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) > 1}
+    small = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 1)
+    tables = table if model.tie_word_embeddings else 2 * table
+    tail = {name: sizes[name] for name in matrices_after_attention(model, model.num_layers - 1)}
+    return Parameters(
+        embedding=table,
+        head=table,
+        linear=sum(sizes.values()) - tables,
+        tail=sum(tail.values()),
+        small=small,
+        tied=model.tie_word_embeddings,
+        experts=sum(size for name, size in sizes.items() if is_expert(name)),
+        tail_experts=sum(size for name, size in tail.items() if is_expert(name)),
+        num_experts=1 if model.experts is None else model.experts.count,
+        top_k=1 if model.experts is None else model.experts.top_k,
+    )

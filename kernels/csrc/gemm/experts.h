@@ -1,0 +1,43 @@
+// Mixtures of experts: how rows choose theirs, and the matrices of all experts of a layer.
+//
+// Promises: a row's choice and its result depend on that row alone. Must not know: how a product is computed.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm/gemm.h"
+#include "weights/linear.h"
+
+namespace quire {
+
+enum class Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
+
+// A row chooses the `top_k` experts whose score + selection_bias is largest, or without a bias whose logit is; of
+// equals the first. They weigh their scores, divided by the sum of the chosen ones where `normalised`, times `scale`.
+struct Routing {
+  const Linear* weight;         // columns -> experts
+  const float* selection_bias;  // [experts], or null
+  int32_t top_k;
+  Scoring scoring;
+  int32_t normalised;
+  float scale;
+};
+
+// The matrices of all experts stand one below the other, each filled up to whole panels.
+struct Experts {
+  const Linear* gate_up;  // a gate-up pair
+  const Linear* down;
+  int64_t count;
+  int64_t inner;  // columns of down
+  Epilogue activation;
+};
+
+// The experts of one row, best first, and their weights, from its logits [count]. `scratch` has room for
+// routing_floats(count).
+void route_row(const Routing& routing, const float* logits, int64_t count, float* scratch, int32_t* index,
+               float* weights);
+
+// Whole vectors, and one copy of what decides.
+constexpr int64_t routing_floats(int64_t count) { return 2 * ((count + kLanes - 1) / kLanes * kLanes); }
+
+}  // namespace quire

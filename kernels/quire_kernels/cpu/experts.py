@@ -1,0 +1,121 @@
+"""Mixtures of experts through the C++ kernels.
+
+Promises: shapes and types are checked here, so that C++ gets valid pointers only; activations are bfloat16. Must not
+know: requests.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from quire_kernels.cpu.context import Context
+from quire_kernels.cpu.linear import GATES, norm_args, rows_of
+from quire_kernels.cpu.packing import PackedLinear
+from quire_kernels.cpu.signatures import ExpertsArgs, RoutingArgs
+from quire_kernels.kernel_set import ExpertMatrices, Norm, Routing, Scoring, expert_rows
+
+# `enum class Scoring`.
+_SCORINGS: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}
+
+
+class ExpertOps:
+    """Blocks of experts, each in one call."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context  # keeps the workers
+        self._handle = context.handle
+        self._mix = context.library.quire_mix_experts
+        self._given = context.library.quire_given_experts
+
+    def mix_experts(  # noqa: PLR0917 - the op's contract
+        self,
+        x: Tensor,
+        norm: Norm | None,
+        routing: Routing,
+        experts: ExpertMatrices,
+        scale: float,
+        residual: Tensor | None,
+    ) -> Tensor:
+        x = rows_of(x, experts.gate_up.num_inputs)
+        rows, width = x.shape
+        if residual is not None:
+            residual = rows_of(residual, width)
+            if len(residual) != rows:
+                raise ValueError(f"{rows} rows cannot be added to {len(residual)}")
+        out = torch.empty_like(x) if residual is None else residual
+        failed = self._mix(
+            self._handle,
+            byref(routing_args(routing, experts, width)),
+            byref(experts_args(experts, width)),
+            x.data_ptr(),
+            rows,
+            None if norm is None else byref(norm_args(norm, width)),
+            scale,
+            None if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+        )
+        if failed:
+            raise MemoryError(f"mixing the experts of {rows} rows")
+        return out
+
+    def given_experts(self, x: Tensor, index: Tensor, weights: Tensor, experts: ExpertMatrices) -> Tensor:
+        x = rows_of(x, experts.gate_up.num_inputs)
+        rows, width = x.shape
+        for given, dtype in ((index, torch.int64), (weights, torch.float32)):
+            if given.dtype is not dtype or given.dim() != 2 or given.shape != index.shape or len(given) != rows:
+                raise ValueError(f"the experts of {rows} rows must be given as {dtype} [{rows}, k]")
+        index, weights, out = index.contiguous(), weights.contiguous(), torch.empty_like(x)
+        failed = self._given(
+            self._handle,
+            byref(experts_args(experts, width)),
+            x.data_ptr(),
+            rows,
+            index.shape[1],
+            index.data_ptr(),
+            weights.data_ptr(),
+            out.data_ptr(),
+        )
+        if failed:
+            raise MemoryError(f"mixing the experts of {rows} rows")
+        return out
+
+
+def routing_args(routing: Routing, experts: ExpertMatrices, width: int) -> RoutingArgs:
+    """The routing of rows of `width` for C++; the tensors are the caller's to keep."""
+    weight, bias = routing.weight, routing.selection_bias
+    if (weight.num_inputs, weight.num_outputs, weight.gate_up) != (width, experts.count, False):
+        raise ValueError(f"the router must map {width} values to {experts.count} experts")
+    if not 0 < routing.top_k <= experts.count:
+        raise ValueError(f"{routing.top_k} of {experts.count} experts cannot be chosen")
+    if bias is not None and (
+        bias.dtype is not torch.float32 or bias.shape != (experts.count,) or not bias.is_contiguous()
+    ):
+        raise ValueError(f"the selection bias must be contiguous float32 [{experts.count}]")
+    return RoutingArgs(
+        weight=weight.address,
+        selection_bias=None if bias is None else bias.data_ptr(),
+        top_k=routing.top_k,
+        scoring=_SCORINGS[routing.scoring],
+        normalised=routing.normalised,
+        scale=routing.scale,
+    )
+
+
+def experts_args(experts: ExpertMatrices, width: int) -> ExpertsArgs:
+    """The experts of rows of `width` for C++; the matrices are the caller's to keep."""
+    up: PackedLinear = experts.gate_up
+    down: PackedLinear = experts.down
+    sizes = (up.num_inputs, up.num_outputs, down.num_inputs, down.num_outputs)
+    wanted = (width, experts.count * expert_rows(experts.inner), experts.inner, experts.count * expert_rows(width))
+    if sizes != wanted or not up.gate_up or down.gate_up or experts.count < 1:
+        raise ValueError(f"the sizes of {experts.count} experts do not fit together: {sizes}, not {wanted}")
+    return ExpertsArgs(
+        gate_up=up.address,
+        down=down.address,
+        count=experts.count,
+        inner=experts.inner,
+        activation=GATES[experts.activation],
+    )

@@ -1,0 +1,97 @@
+"""Mixtures of experts: the choice of each row's experts, their products, and the weighted sum.
+
+Promises: on a CPU a row's result does not depend on the other rows. Must not know: sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire_kernels.kernel_set import ExpertMatrices, Norm, Routing, expert_rows
+from quire_kernels.reference.linear import Linear, _project, by_tiles, gated, normed
+
+
+def mix_experts(  # noqa: PLR0917 - the op's contract
+    x: Tensor, norm: Norm | None, routing: Routing, experts: ExpertMatrices, scale: float, residual: Tensor | None
+) -> Tensor:
+    rows = by_tiles(lambda some: normed(some, norm), x) if len(x) else x
+    index, weights = choose(router_logits(rows, routing), routing)
+    total = _weighted(rows, index, weights, experts)
+    if residual is None:
+        return total.to(x.dtype)
+    return residual.copy_((residual.to(total.dtype) + total * scale).to(x.dtype))
+
+
+def given_experts(x: Tensor, index: Tensor, weights: Tensor, experts: ExpertMatrices) -> Tensor:
+    return _weighted(x, index, weights, experts).to(x.dtype)
+
+
+def router_logits(rows: Tensor, routing: Routing) -> Tensor:
+    """[T, E], float32 or wider: products of wide numbers, since no rounding may decide between two experts."""
+    wide = Linear(_wide(routing.weight.weight), None if routing.weight.bias is None else _wide(routing.weight.bias))
+    if not len(rows):
+        return wide.weight.new_zeros(0, len(wide.weight))
+    return by_tiles(lambda some: _project(_wide(some), wide), rows)
+
+
+def choose(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Of logits [T, E] the chosen experts [T, k], best first, and their weights."""
+    scores = _scores(logits, routing)
+    if logits.device.type == "cpu" and len(logits) > 1:  # torch rounds the last elements of an array differently
+        scores = torch.cat([_scores(row[None], routing) for row in logits])
+    decisive = logits if routing.selection_bias is None else scores + routing.selection_bias.to(scores)
+    index = torch.sort(decisive, dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    weights = scores.gather(1, index)
+    if routing.normalised:
+        total = weights[:, :1]
+        for rank in range(1, routing.top_k):
+            total = total + weights[:, rank : rank + 1]
+        weights = weights / total
+    return index, weights * routing.scale
+
+
+def _scores(logits: Tensor, routing: Routing) -> Tensor:
+    if routing.scoring == "sigmoid":
+        return 1.0 / (1.0 + torch.exp(-logits))
+    if not len(logits):
+        return logits
+    grown = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
+    return grown / grown.sum(dim=-1, keepdim=True)
+
+
+def _weighted(rows: Tensor, index: Tensor, weights: Tensor, experts: ExpertMatrices) -> Tensor:
+    """The sum over each row's experts in the order of their ranks: [T, H], float32 or wider."""
+    (num_rows, top_k), width = index.shape, rows.shape[1]
+    flat = index.flatten()
+    order = torch.argsort(flat, stable=True)  # of the pairs of a row and a rank, by expert
+    outputs = rows.new_zeros(num_rows * top_k, width)
+    for expert in range(experts.count):
+        pairs = order[flat[order] == expert]
+        if len(pairs):
+            outputs[pairs] = by_tiles(lambda some: _expert(some, expert, experts), rows[pairs // top_k])  # noqa: B023
+    each = _wide(outputs).view(num_rows, top_k, width)
+    total = each.new_zeros(num_rows, width)
+    for rank in range(top_k):
+        total = total + weights[:, rank, None].to(each.dtype) * each[:, rank]
+    return total
+
+
+def _expert(rows: Tensor, expert: int, experts: ExpertMatrices) -> Tensor:
+    """One expert's result for rows [R, H], in their dtype."""
+    above = experts.gate_up.weight.shape[0] // 2  # where up's rows begin
+    first = expert * expert_rows(experts.inner)
+    gate, up = (_wide(_rows_of(rows, experts.gate_up, at, experts.inner)) for at in (first, above + first))
+    inner = gated(gate, up, experts.activation).to(rows.dtype)
+    width = rows.shape[1]
+    return _rows_of(inner, experts.down, expert * expert_rows(width), width)
+
+
+def _rows_of(rows: Tensor, matrix: Linear, first: int, count: int) -> Tensor:
+    """The product with `count` rows of a matrix."""
+    part = slice(first, first + count)
+    return _project(rows, Linear(matrix.weight[part], None if matrix.bias is None else matrix.bias[part]))
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()

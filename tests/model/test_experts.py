@@ -1,0 +1,89 @@
+"""Checkpoints with experts: every way in which they are stored, what is refused, and how they are computed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from quire_engine.errors import ModelLoadError, NotNative
+from quire_engine.execution.models.config import load_model_config
+from quire_kernels.reference import REFERENCE
+from support.checkpoints import make_model, shared_checkpoint, write_tokenizer
+from support.model_steps import Model, random_ids
+
+FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss")
+
+
+def _names(path: Path) -> set[str]:
+    with safe_open(path / "model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+def _changed(path: Path, tmp_path: Path, **options: object) -> Path:
+    copy = tmp_path / "changed"
+    shutil.copytree(path, copy)
+    values = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**values, **options}))
+    return copy
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
+def test_experts_in_one_tensor_and_in_their_own_are_the_same(family, tmp_path):
+    """As transformers keeps them in memory, and as checkpoints are published."""
+    make_model(family).save_pretrained(tmp_path, save_original_format=False)
+    write_tokenizer(tmp_path)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in _names(tmp_path)
+    apart = "block_sparse_moe.experts.3.w1.weight" if family == "mixtral" else "mlp.experts.3.gate_proj.weight"
+    assert f"model.layers.0.{apart}" in _names(shared_checkpoint(family))
+    token_ids = random_ids(40)
+    stacked, single = Model(tmp_path).logits(token_ids), Model(shared_checkpoint(family)).logits(token_ids)
+    assert torch.equal(stacked, single)
+
+
+@pytest.mark.parametrize(("family", "name"), [("qwen3_moe", "down_proj"), ("gpt_oss", "gate_up_proj_bias")])
+def test_a_stack_of_another_shape_is_refused(family, name, tmp_path):
+    make_model(family).save_pretrained(tmp_path, save_original_format=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    whole = f"model.layers.0.mlp.experts.{name}"
+    save_file({**tensors, whole: tensors[whole][:-1].contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=rf"{name} has shape \[\d, .*the configuration implies"):
+        Model(tmp_path)
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    path = _changed(shared_checkpoint("olmoe"), tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.5.up_proj.weight"]
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"missing tensors: model.layers.1.mlp.experts.5.up_proj.weight"):
+        Model(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("olmoe", {"num_experts_per_tok": 7}, "num_experts_per_tok=7 cannot be more than the 6 experts"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported for OlmoeForCausalLM"),
+        ("qwen3_moe", {"mlp_only_layers": "1"}, "mlp_only_layers must be a list of layers"),
+        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8 is not supported"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported for GptOssForCausalLM"),
+        ("gpt_oss", {"experts_per_token": 2}, "experts_per_token=2 is not supported"),
+        ("mixtral", {"num_local_experts": 5000}, "num_local_experts must be an integer from 1 to 4096"),
+    ],
+)
+def test_options_that_no_entry_computes_are_refused_by_name(family, options, message, tmp_path):
+    with pytest.raises((ModelLoadError, NotNative), match=message):
+        load_model_config(_changed(shared_checkpoint(family), tmp_path, **options))
+
+
+def test_kernels_without_experts_refuse_the_model():
+    with pytest.raises(ModelLoadError, match="MixtralForCausalLM: the reference kernels compute no experts"):
+        Model(shared_checkpoint("mixtral"), kernels=replace(REFERENCE, pack_router=None))
