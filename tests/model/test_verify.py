@@ -100,7 +100,7 @@ def chosen(choice, monkeypatch) -> dict[tuple[str, str, str, str], set[str]]:
 
 
 def test_every_format_that_a_set_has_is_checked(monkeypatch):
-    pools, products = {"new_kv", "rope_write", "attention"}, {"embed", "pack_linear", "norm_linear", "norm_gate_up"}
+    pools, products = {"new_kv", "kv_part", "rope_write", "attention"}, {"embed", "pack_linear", "norm_linear", "norm_gate_up"}
     products |= {"linear_add", "logits", "norm_add"}
     found = chosen("auto", monkeypatch)
     assert found[("cpu", "bfloat16", "", "auto")] == pools | products | {"greedy", "bind_layers"}

@@ -22,7 +22,7 @@ def _spills(_: int) -> None:
     """16,384 columns in one warp: 512 values a thread."""
     x = torch.empty(4, 16384, dtype=torch.bfloat16)
     options = {"WIDE": False, "CENTRED": False, "ADDS": False, "WIDTH": 16384, "num_warps": 1}
-    rms_norm_kernel[(4,)](x, x, x, x, 16384, 16384, 1e-6, **options)
+    rms_norm_kernel[(4,)](x, x, x, x, 16384, 16384, 1e-6, 1.0, **options)
 
 
 def _unaligned(_: int) -> None:

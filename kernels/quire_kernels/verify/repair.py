@@ -19,7 +19,7 @@ _FASTER = {
     "bind_layers": {"bind_layers", "norm_linear", "norm_gate_up", "linear_add", "norm_add", "rope_write", "attention"},
 }
 _ON_WEIGHTS = ("norm_linear", "norm_gate_up", "linear_add", "logits")
-_ON_POOLS = ("rope_write", "attention")
+_ON_POOLS = ("kv_part", "rope_write", "attention")
 _ANYWHERE = ("embed", "norm_add")
 
 
