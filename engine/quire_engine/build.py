@@ -336,7 +336,7 @@ def resolve(
     dtype, why_dtype = _dtype(config, model, device)
     parameters = found.parameters(Path(config.model))
     num_threads = config.num_threads or usable_cores()
-    kernels = found.over(_select_kernels(config, found.head_dim, device, dtype, num_threads, tell, beside))
+    kernels = found.over(_select_kernels(config, found, device, dtype, num_threads, tell, beside))
     config, speculation = _own_speculation(config, device, has_states=found.state_bytes > 0)
     _check_planning_ahead(config, kernels, device)
     replaced_ops: tuple[str, ...] = ()
@@ -524,7 +524,7 @@ def _for_whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig
 
 def _select_kernels(  # noqa: PLR0917 - the inputs of the choice
     config: EngineConfig,
-    head_dim: int,
+    found: FoundModel,
     device: torch.device,
     dtype: torch.dtype,
     num_threads: int,
@@ -537,10 +537,11 @@ def _select_kernels(  # noqa: PLR0917 - the inputs of the choice
             device,
             dtype,
             config.kernels,
-            kv=KVFormat(head_dim=head_dim, block_size=config.limits.block_size, kv_type=config.kv_cache_dtype),
+            kv=KVFormat(head_dim=found.head_dim, block_size=config.limits.block_size, kv_type=config.kv_cache_dtype),
             quantization=config.quantization,
             deterministic=config.deterministic,
             attention=config.attention,
+            experts=isinstance(found.facts, ModelConfig) and found.facts.experts is not None,
             threads=num_threads,
             cpu_variant=config.cpu_variant,
             on_compiled=lambda done, total: tell(f"compiling the kernels, {done} of {total} files", 0, 0),

@@ -140,15 +140,17 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
         pace = f" about {limits.itl_target:g} s beside running streams;" if limits.itl_target else ""
     by = f" by {plan.implementation}" if plan.implementation else ""
     stored = f", decoded from {plan.stored_as}" if plan.stored_as else ""
+    active = plan.layer_parameters + plan.sampled_parameters
+    some = f", {active:,} of them for a token" if plan.experts > 1 else ""
     lines = [
-        ("model", f"{plan.model} ({plan.architecture}{by}, {plan.num_parameters:,} parameters{stored})"),
+        ("model", f"{plan.model} ({plan.architecture}{by}, {plan.num_parameters:,} parameters{some}{stored})"),
         (
             "device",
             f"{plan.device}, {plan.dtype}, {plan.kernels} kernels{without}, {plan.num_threads} threads{deterministic}",
         ),
         *([("dtype", plan.why_dtype)] if plan.why_dtype else []),
         *_variant_lines(plan),
-        ("weights", f"{bytes_text(plan.weights_bytes)}{quantized}{loaded}"),
+        ("weights", f"{bytes_text(plan.weights_bytes)}{quantized}{loaded}{_read_text(plan)}"),
         (
             "KV cache",
             f"{bytes_text(plan.kv_bytes)} = {scheduler.num_blocks:,} blocks of {bytes_text(plan.bytes_per_block)}"
@@ -169,6 +171,14 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
     if quality:
         lines.append(("quality", quality))
     return "\n".join(f"{name:<17}{text}" for name, text in lines)
+
+
+def _read_text(plan: EnginePlan) -> str:
+    """The weights that steps of few and of many tokens read, where that depends on their number."""
+    if plan.experts == 1:
+        return ""
+    read = (f"{bytes_text(plan.weights_read(tokens))} for {tokens}" for tokens in (1, 8, 64))
+    return f"; a step reads {', '.join(read)} tokens"
 
 
 def _variant_lines(plan: EnginePlan) -> list[tuple[str, str]]:

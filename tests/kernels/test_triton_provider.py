@@ -49,6 +49,7 @@ def test_there_is_nothing_against_what_the_kernels_are_made_for(dtype, kv):
         ({"dtype": torch.float32}, "bfloat16 or float16, not in float32 (set dtype to bfloat16)"),
         ({"quantization": "int4"}, "not in int4 (leave quantization out)"),
         ({"kv": replace(KV, kv_type="int8")}, "or in fp8, not in int8 (set kv_cache_dtype to fp8)"),
+        ({"experts": True}, "compute no mixtures of experts (set kernels to reference)"),
         ({"kv": replace(KV, head_dim=320)}, "head_dim 320 is not a multiple of 8 from 16 to 256"),
         ({"kv": replace(KV, head_dim=72, kv_type="fp8")}, "not a multiple of 16 from 16 to 256 (set kv_cache_dtype to"),
         ({"kv": replace(KV, block_size=6, kv_type="fp8")}, "block_size 6 is not a multiple of 4 (set kv_cache_dtype"),

@@ -100,12 +100,16 @@ def chosen(choice, monkeypatch) -> dict[tuple[str, str, str, str], set[str]]:
 
 
 def test_every_format_that_a_set_has_is_checked(monkeypatch):
-    pools, products = {"new_kv", "kv_part", "rope_write", "attention"}, {"embed", "pack_linear", "norm_linear", "norm_gate_up"}
+    pools, products = (
+        {"new_kv", "kv_part", "rope_write", "attention"},
+        {"embed", "pack_linear", "norm_linear", "norm_gate_up"},
+    )
     products |= {"linear_add", "logits", "norm_add"}
+    experts = {"mix_experts", "given_experts"}  # of a model without them in the first set and the quantised ones alone
     found = chosen("auto", monkeypatch)
-    assert found[("cpu", "bfloat16", "", "auto")] == pools | products | {"greedy", "bind_layers"}
+    assert found[("cpu", "bfloat16", "", "auto")] == pools | products | experts | {"greedy", "bind_layers"}
     for quantization in ("int8", "int4"):
-        assert found[("cpu", "bfloat16", quantization, "auto")] == products | {"greedy", "bind_layers"}
+        assert found[("cpu", "bfloat16", quantization, "auto")] == products | experts | {"greedy", "bind_layers"}
     assert found[("cpu", "bfloat16", "", "int8")] == pools
     for kind in ("float16", "float32"):
         assert found[("reference", kind, "", "auto")] == pools | products

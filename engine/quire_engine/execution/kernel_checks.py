@@ -23,6 +23,7 @@ from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import ChoiceRows, KernelSet
 from quire_kernels.verify.attention import like_reference
 from quire_kernels.verify.checks import ModelSizes, short_checks
+from quire_kernels.verify.experts import ExpertSizes
 from quire_kernels.verify.findings import Check, Finding, Outcome, Subject, compared_alone, together
 from quire_kernels.verify.heads import Heads
 from quire_kernels.verify.repair import Irreplaceable, without
@@ -47,7 +48,23 @@ def model_sizes(model: ModelConfig, block_size: int) -> ModelSizes:
         norms=model.qk_norm,
         softcap=model.score_cap,
     )
-    return ModelSizes(hidden=model.hidden_size, inner=model.intermediate_size, heads=heads, vocabulary=model.vocab_size)
+    experts = None
+    if model.experts is not None:
+        experts = ExpertSizes(
+            count=model.experts.count,
+            top_k=model.experts.top_k,
+            hidden=model.hidden_size,
+            inner=model.experts.inner,
+            activation=model.activation,
+            biases=model.experts.biases,
+        )
+    return ModelSizes(
+        hidden=model.hidden_size,
+        inner=model.intermediate_size,
+        heads=heads,
+        vocabulary=model.vocab_size,
+        experts=experts,
+    )
 
 
 def checked(subject: Subject, sizes: ModelSizes, *, patience: float = PATIENCE) -> tuple[KernelSet, tuple[str, ...]]:

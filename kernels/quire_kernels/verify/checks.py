@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quire_kernels.verify.attention import AttentionChecks
+from quire_kernels.verify.experts import ExpertChecks, ExpertSizes
 from quire_kernels.verify.findings import Check, Subject
 from quire_kernels.verify.heads import Heads
 from quire_kernels.verify.layers import layers_check
@@ -30,6 +31,10 @@ _OTHER_HEADS = (
     Heads(num_heads=2, num_kv_heads=1, head_dim=256, block_size=128, window=100),
     Heads(num_heads=8, num_kv_heads=1, head_dim=512, block_size=16),
 )
+_OTHER_EXPERTS = (
+    ExpertSizes(count=6, top_k=2, hidden=96, inner=40),
+    ExpertSizes(count=4, top_k=3, hidden=130, inner=96, activation="swiglu_clamped", biases=True),
+)
 _OTHER_MATRICES = (Matrix(outputs=130, inputs=96), Matrix(outputs=384, inputs=1024))
 
 
@@ -41,6 +46,7 @@ class ModelSizes:
     inner: int
     heads: Heads
     vocabulary: int
+    experts: ExpertSizes | None = None
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -70,6 +76,9 @@ def linear_checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
     for matrix in (*sizes.matrices, *_OTHER_MATRICES):
         for kind in numbers:
             yield from LinearChecks(subject, matrix, kind, ROWS).checks()
+    if subject.kernels.mix_experts is not None:
+        for experts in (*([sizes.experts.cut()] if sizes.experts else ()), *_OTHER_EXPERTS):
+            yield from ExpertChecks(subject, experts, ROWS).checks()
     if subject.kernels.bind_layers is not None:
         yield layers_check(subject, sizes.heads, hidden=sizes.hidden, inner=min(sizes.inner, _MOST_INNER))
 
@@ -89,6 +98,8 @@ def short_checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
     yield embed_check(subject, sizes.hidden)
     for matrix in sizes.matrices:
         yield from LinearChecks(subject, matrix, "normal", _FEW_ROWS).checks()
+    if subject.kernels.mix_experts is not None and sizes.experts is not None:
+        yield from ExpertChecks(subject, sizes.experts.cut(), _FEW_ROWS).checks()
     for kind in _kinds(subject):
         yield from AttentionChecks(subject, sizes.heads, kind, (1, 33, 300), _FEW_ROWS).checks()
     if subject.kernels.bind_layers is not None:

@@ -15,13 +15,18 @@ from torch import Tensor
 from quire_kernels.kernel_set import (
     Attend,
     AttentionShape,
+    ExpertMatrices,
     KeepSampled,
     LayerOp,
     LinearAdd,
+    MixExperts,
     Norm,
+    NormAdd,
     NormGateUp,
     NormLinear,
     RopeWrite,
+    Routing,
+    expert_rows,
 )
 from quire_kernels.layer_program import run_layers
 from quire_kernels.verify.findings import Check, Outcome, Subject, same, together
@@ -93,6 +98,20 @@ def _layer(  # noqa: PLR0917 - the sizes of a layer
         yield KeepSampled()
     yield Attend(shape=shape, layer=index)
     yield LinearAdd(source="mixed", weight=kernels.pack_linear(matrix(hidden, heads.num_heads * width), None))
+    if not last and kernels.pack_router is not None:
+        few, count = min(inner, 64), 3
+        above = (count * expert_rows(few), hidden)
+        experts = ExpertMatrices(
+            count=count,
+            inner=few,
+            gate_up=kernels.pack_gate_up(matrix(*above), matrix(*above), None),
+            down=kernels.pack_linear(matrix(count * expert_rows(hidden), few), None),
+            activation="silu",
+        )
+        routing = Routing(weight=kernels.pack_router(matrix(count, hidden), None), top_k=2)
+        yield MixExperts(norm=Norm(vector(hidden), _EPS), routing=routing, experts=experts)
+        yield MixExperts(norm=None, routing=routing, experts=experts, to="y")
+        yield NormAdd(norm=Norm(vector(hidden), _EPS))
     gate_up = kernels.pack_gate_up(matrix(inner, hidden), matrix(inner, hidden), vector(2 * inner))
     yield NormGateUp(norm=Norm(vector(hidden), _EPS), weight=gate_up, activation="silu")
     yield LinearAdd(source="wide", weight=kernels.pack_linear(matrix(hidden, inner), vector(hidden)))

@@ -16,9 +16,18 @@ _FASTER = {
     "greedy": {"greedy", "logits"},
     "choose": {"choose"},
     "copy_blocks": {"copy_blocks"},
-    "bind_layers": {"bind_layers", "norm_linear", "norm_gate_up", "linear_add", "norm_add", "rope_write", "attention"},
+    "bind_layers": {
+        "bind_layers",
+        "norm_linear",
+        "norm_gate_up",
+        "linear_add",
+        "norm_add",
+        "rope_write",
+        "attention",
+        "mix_experts",
+    },
 }
-_ON_WEIGHTS = ("norm_linear", "norm_gate_up", "linear_add", "logits")
+_ON_WEIGHTS = ("norm_linear", "norm_gate_up", "linear_add", "logits", "mix_experts", "given_experts")
 _ON_POOLS = ("kv_part", "rope_write", "attention")
 _ANYWHERE = ("embed", "norm_add")
 

@@ -1,0 +1,219 @@
+"""Checks of mixtures of experts.
+
+Promises: each result is compared with its definition in float64, and some rows with the same row alone. Rows whose
+choice a permitted error could change are left out. Must not know: sequences, the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire_kernels.kernel_set import Activation, ExpertMatrices, Norm, Routing, expert_rows
+from quire_kernels.reference.linear import activate, times
+from quire_kernels.verify import tolerance
+from quire_kernels.verify.findings import Check, Outcome, Subject, close, compared_alone, same, together
+from quire_kernels.verify.operands import Source
+
+_EPS = 1e-6
+_INT8 = 127.0
+_STEEPEST = 1.2  # bound of the activations' derivatives
+_MOST_EXPERTS, _MOST_WEIGHTS = 8, 1 << 18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSizes:
+    """The sizes of a block of experts."""
+
+    count: int
+    top_k: int
+    hidden: int
+    inner: int
+    activation: Activation = "silu"
+    biases: bool = False
+
+    def cut(self) -> ExpertSizes:
+        """Few enough experts with few enough columns for a fast check."""
+        count = min(self.count, _MOST_EXPERTS)
+        return ExpertSizes(
+            count=count,
+            top_k=min(self.top_k, max(1, count // 2)),
+            hidden=self.hidden,
+            inner=min(self.inner, max(64, _MOST_WEIGHTS // self.hidden)),
+            activation=self.activation,
+            biases=self.biases,
+        )
+
+
+class _Result(NamedTuple):
+    value: Tensor  # float64
+    bound: Tensor
+
+
+class ExpertChecks:
+    """Checks of the ops on one block of experts."""
+
+    def __init__(self, subject: Subject, sizes: ExpertSizes, rows: tuple[int, ...]) -> None:
+        self._subject, self._sizes, self._buckets = subject, sizes, rows
+        count, hidden, inner = sizes.count, sizes.hidden, sizes.inner
+        self._source = source = Source(count * hidden + inner)
+        self._x = source.normal(max(rows), hidden).to(subject.dtype)
+        self._residual = source.normal(max(rows), hidden).to(subject.dtype)
+        self._router = (2 * source.normal(count, hidden) / hidden**0.5).to(subject.dtype)
+        self._gate, self._up, self._down = (
+            torch.stack([self._weights(outputs, inputs) for _ in range(count)])
+            for outputs, inputs in ((inner, hidden), (inner, hidden), (hidden, inner))
+        )
+        self._biases = [
+            source.normal(count, outputs).to(subject.dtype) if sizes.biases else torch.zeros(count, outputs)
+            for outputs in (inner, inner, hidden)
+        ]
+
+    def _weights(self, outputs: int, inputs: int) -> Tensor:
+        found = self._source.normal(outputs, inputs) / math.sqrt(inputs)
+        if self._subject.quantization is not None:
+            found = self._source.weights(outputs, inputs, self._subject.quantization)
+        return found.to(self._subject.dtype)
+
+    def checks(self) -> Iterator[Check]:
+        """All of them."""
+        for op, run in (("given_experts", self._given), ("mix_experts", self._mixed)):
+            for count in self._buckets:
+                yield Check(op=op, case=f"{self._sizes}, {count} rows", run=run(count))
+
+    def _given(self, count: int) -> Callable[[], Outcome]:
+        def run() -> Outcome:
+            given, device = self._subject.kernels.given_experts, self._subject.device
+            assert given is not None
+            index, weights = self._chosen(count)
+
+            def compute(first: int, last: int) -> Tensor:
+                places = (index[first:last].to(device), weights[first:last].to(device))
+                return given(self._x[first:last].to(device), *places, self._experts)
+
+            found = compute(0, count)
+            truth, bound = self._sums(index, weights)
+            return together(close(found, truth, bound), *self._alone(compute, found))
+
+        return run
+
+    def _mixed(self, count: int) -> Callable[[], Outcome]:
+        def run() -> Outcome:
+            kernels, device = self._subject.kernels, self._subject.device
+            mix = kernels.mix_experts
+            assert mix is not None
+            norm = Norm((1 + 0.2 * Source(1).normal(self._sizes.hidden)).to(device, self._subject.dtype), _EPS)
+
+            def compute(first: int, last: int) -> Tensor:
+                x, residual = (each[first:last].to(device, copy=True) for each in (self._x, self._residual))
+                return mix(x, norm, self._routing, self._experts, 1.0, residual)
+
+            x = self._x[:count].to(device, copy=True)
+            plain = mix(x, None, self._routing, self._experts, 1.0, None)
+            index, weights, error, sure = self._routed(count)
+            truth, bound = self._sums(index, weights)
+            outputs = self._sums(index, weights * torch.expm1(2 * error), magnitudes=True)
+            right = close(plain[sure.to(device)], truth[sure], (bound + outputs.value + outputs.bound)[sure])
+            normed = kernels.norm_add(x, norm, torch.zeros_like(x))
+            residual = self._residual[:count].to(device, copy=True)
+            wanted = mix(normed, None, self._routing, self._experts, 1.0, residual)
+            found = compute(0, count)
+            return together(right, same(found, wanted, "rows that are normed on the way"), *self._alone(compute, found))
+
+        return run
+
+    def _alone(self, compute: Callable[[int, int], Tensor], found: Tensor) -> Iterator[Outcome]:
+        count = len(found)
+        for row in sorted({0, count // 2, count - 1}) if count > 1 else ():
+            equal = not same(found[row : row + 1], compute(row, row + 1), "").problem
+            yield compared_alone(equal, self._subject, f"row {row} of {count}")
+
+    def _chosen(self, count: int) -> tuple[Tensor, Tensor]:
+        """Any experts of every row, and weights."""
+        source = Source(count)
+        index = source.normal(count, self._sizes.count).argsort(dim=1)[:, : self._sizes.top_k]
+        return index, source.normal(count, self._sizes.top_k).abs()
+
+    def _routed(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The experts that rows choose, their weights, logits' error, and which rows no such error could move."""
+        rows, top_k = self._x[:count].double(), self._sizes.top_k
+        logits = rows @ self._router.double().T
+        terms = rows.abs() @ self._router.double().abs().T
+        error = tolerance.float32_sum(self._sizes.hidden + 4, terms).amax(dim=1, keepdim=True)
+        values, index = logits.sort(dim=1, descending=True)
+        sure = torch.ones(count, dtype=torch.bool)
+        if top_k < self._sizes.count:
+            sure = (values[:, :top_k] - values[:, 1 : top_k + 1] > 2 * error).all(dim=1)
+        return index[:, :top_k], values[:, :top_k].softmax(dim=1), error + 2.0**-20, sure
+
+    @cached_property
+    def _routing(self) -> Routing:
+        pack = self._subject.kernels.pack_router
+        assert pack is not None
+        return Routing(weight=pack(self._router.to(self._subject.device), None), top_k=self._sizes.top_k)
+
+    @cached_property
+    def _experts(self) -> ExpertMatrices:
+        kernels, device, dtype = self._subject.kernels, self._subject.device, self._subject.dtype
+        gate, up, down = (_stacked(each).to(device) for each in (self._gate, self._up, self._down))
+        biases = [_stacked(each.unsqueeze(2)).flatten().to(device, dtype) for each in self._biases]
+        return ExpertMatrices(
+            count=self._sizes.count,
+            inner=self._sizes.inner,
+            gate_up=kernels.pack_gate_up(gate, up, torch.cat(biases[:2]) if self._sizes.biases else None),
+            down=kernels.pack_linear(down, biases[2] if self._sizes.biases else None),
+            activation=self._sizes.activation,
+        )
+
+    def _sums(self, index: Tensor, weights: Tensor, *, magnitudes: bool = False) -> _Result:
+        """The weighted sums of the rows' experts; with `magnitudes` of their results' magnitudes."""
+        total = torch.zeros(len(index), self._sizes.hidden, dtype=torch.float64)
+        bound, size = torch.zeros_like(total), torch.zeros_like(total)
+        for expert in range(self._sizes.count):
+            row, rank = torch.where(index == expert)
+            if not len(row):
+                continue
+            value, error = self._expert(self._x[row].double(), expert)
+            share = weights[row, rank, None].double()
+            total[row] += share * (value.abs() if magnitudes else value)
+            size[row] += share * value.abs()
+            bound[row] += share * error
+        bound = bound + tolerance.float32_sum(2 * self._sizes.top_k, size)
+        return _Result(total, bound + tolerance.rounded(total, self._subject.dtype))
+
+    def _expert(self, rows: Tensor, expert: int) -> _Result:
+        """One expert's results, rounded as they are stored between its products."""
+        dtype, kind = self._subject.dtype, self._sizes.activation
+        gate, up = (self._project(rows, side[expert], bias[expert]) for side, bias in self._sides)
+        factor, active = times(up.value, kind), activate(gate.value, kind)
+        inner = active * factor
+        error = _STEEPEST * gate.bound * (factor.abs() + up.bound) + active.abs() * up.bound
+        error = error + tolerance.rounded(inner, dtype) + tolerance.float32_sum(8, inner.abs())
+        down = self._project(inner, self._down[expert], self._biases[2][expert])
+        return _Result(down.value, down.bound + error @ self._down[expert].double().abs().T)
+
+    @property
+    def _sides(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        return (self._gate, self._biases[0]), (self._up, self._biases[1])
+
+    def _project(self, rows: Tensor, weight: Tensor, bias: Tensor) -> _Result:
+        step = None
+        if self._subject.quantization is not None:
+            step = rows.abs().amax(dim=1, keepdim=True) / _INT8
+        exact = rows @ weight.double().T
+        bound = tolerance.product(rows, weight, self._subject.dtype, roundings=1, step=step)
+        bound = bound + tolerance.rounded(exact, self._subject.dtype)
+        exact = exact + bias.double()
+        return _Result(exact, bound + tolerance.rounded(exact, self._subject.dtype))
+
+
+def _stacked(parts: Tensor) -> Tensor:
+    """[E, N, K] as the rows of one matrix."""
+    return F.pad(parts, (0, 0, 0, expert_rows(parts.shape[1]) - parts.shape[1])).flatten(0, 1)
