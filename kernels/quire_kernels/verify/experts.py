@@ -121,7 +121,7 @@ class ExpertChecks:
             truth, bound = self._sums(index, weights)
             outputs = self._sums(index, weights * torch.expm1(2 * error), magnitudes=True)
             right = close(plain[sure.to(device)], truth[sure], (bound + outputs.value + outputs.bound)[sure])
-            normed = kernels.norm_add(x, norm, torch.zeros_like(x))
+            normed = kernels.norm_add(x, norm, torch.zeros_like(x), 1.0)
             residual = self._residual[:count].to(device, copy=True)
             wanted = mix(normed, None, self._routing, self._experts, 1.0, residual)
             found = compute(0, count)
