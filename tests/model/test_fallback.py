@@ -24,6 +24,7 @@ from quire_engine.execution import loading
 from quire_engine.execution.models.fallback import proof
 from quire_engine.execution.models.fallback.interface import _attend
 from quire_engine.execution.models.fallback.model_class import OURS, ModelClass, model_class
+from quire_engine.execution.models.fallback.products import FusedExperts
 from quire_engine.execution.models.fallback.states import COPIES, States
 from quire_engine.memory_plan import plan_text
 from quire_engine.scheduling.gate import check_request
@@ -100,6 +101,14 @@ def test_the_greatest_logit_is_found_without_the_logits(model_type: str, is_plai
     assert (found is not None) == is_plain
     if found is not None:
         assert found[0] == steps.model.logits(hidden).argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize(("model_type", "is_one"), [("qwen3_moe", True), ("granitemoe", True), ("gpt_oss", False)])
+def test_experts_whose_activation_the_kernels_have_are_one_op(model_type: str, is_one: bool):
+    model = FallbackSteps(checkpoint(model_type), dtype="bfloat16").model._model
+    found = [module.__dict__["quire_experts"] for module in model.modules() if "quire_experts" in module.__dict__]
+    assert found
+    assert {isinstance(each, FusedExperts) for each in found} == {is_one}
 
 
 def test_quantized_experts_take_a_quarter(tmp_path: Path):
