@@ -129,12 +129,12 @@ def test_the_plain_start_does_not_import_transformers():
 
 
 def test_native_refuses_what_auto_computes_by_transformers(caplog: pytest.LogCaptureFixture):
-    path = str(checkpoint("gpt_oss"))
-    with pytest.raises(NotNative, match="GptOssForCausalLM"):
+    path = str(checkpoint("gpt2"))
+    with pytest.raises(NotNative, match="GPT2LMHeadModel"):
         resolve_plan(EngineConfig(model=path, device="cpu", model_impl="native"))
     plan = resolve_plan(EngineConfig(model=path, device="cpu"))
     assert plan.implementation == f"transformers {transformers.__version__}"
-    assert "GptOssForCausalLM" in caplog.text
+    assert "GPT2LMHeadModel" in caplog.text
     ours = str(shared_checkpoint("qwen3"))
     assert resolve_plan(EngineConfig(model=ours, device="cpu")).implementation == ""
     assert resolve_plan(EngineConfig(model=ours, device="cpu", model_impl="transformers")).implementation
@@ -545,4 +545,4 @@ def test_the_table_of_models_is_that_of_the_last_sweep():
 def test_no_gpu_is_used(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="set device to cpu"):
-        resolve_plan(EngineConfig(model=str(checkpoint("gpt_oss")), device="cuda"))
+        resolve_plan(EngineConfig(model=str(checkpoint("gpt2")), device="cuda"))

@@ -39,8 +39,13 @@ MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_at
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[int | None, ...]]] = {
     "one full layer of four": ("gemma3", {"sliding_window": 40, "layer_types": MIXED}, (None, 40, 40, 40)),
     "every layer": ("mistral", {"sliding_window": 37}, (37,)),
-    "every other layer, by transformers": ("gpt_oss", {"sliding_window": 40}, (None, 40)),
-    "in a plain pool": ("gpt_oss", {"sliding_window": 40, "head_dim": 24}, (None, 40)),
+    "every other layer, with sinks and experts": (
+        "gpt_oss",
+        {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        (None, 40),
+    ),
+    "every other layer, by transformers": ("vaultgemma", {"sliding_window": 40}, (None, 40)),
+    "in a plain pool": ("vaultgemma", {"sliding_window": 40, "head_dim": 24}, (None, 40)),
 }
 
 
