@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 # One of each kind of work, odd sizes first: checked code is many times slower.
 SELECTED = (
     *("poisoned", "33-7]", "16-1]", "8352-7]", "definition", "unused_slots", "copied", "turned", "outside"),
-    *("no_rows", "extreme", "bit_for_bit and 769", "stay_as_they_are", "decode_alike"),
+    *("no_rows", "meet_in_one", "extreme", "bit_for_bit and 769", "stay_as_they_are", "decode_alike"),
 )
 TOO_FAR = """
 import sys
@@ -71,7 +71,9 @@ def test_the_kernels_touch_nothing_they_should_not(variant):
     if variant == usable_variants()[0].name:
         chosen += " or bound_layers"
     options = ("-p", "support.sanitized", "-p", "no:cacheprovider", "-x", "-k", chosen)
-    result = run_checked("-m", "pytest", *options, *map(str, sorted(Path(__file__).parent.glob("test_cpu_[acgl]*.py"))))
+    result = run_checked(
+        "-m", "pytest", *options, *map(str, sorted(Path(__file__).parent.glob("test_cpu_[acegl]*.py")))
+    )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     assert "[100%]" in result.stdout
     assert "runtime error" not in result.stdout + result.stderr

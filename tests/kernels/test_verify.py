@@ -21,6 +21,7 @@ from quire_kernels.verify.checks import (
     other_heads,
     short_checks,
 )
+from quire_kernels.verify.experts import ExpertSizes
 from quire_kernels.verify.findings import Check, Outcome, Subject, close
 from quire_kernels.verify.heads import Heads
 from quire_kernels.verify.repair import Irreplaceable, without
@@ -188,6 +189,32 @@ FAULTS = [(op, number) for op, changes in WRONG.items() for number in range(len(
 def test_a_wrong_op_is_found_and_no_other_is_blamed(op, number):
     blamed = "new_kv" if op == "kv_block_bytes" else op
     assert failed_ops(changed(op, WRONG[op][number])) == {blamed}
+
+
+EXPERTS = {
+    "mix_experts": [
+        lambda right: lambda x, norm, routing, *rest: right(x, norm, replace(routing, normalised=False), *rest),
+        lambda right: lambda x, norm, routing, *rest: right(x, norm, replace(routing, top_k=1), *rest),
+        lambda right: lambda x, norm, *rest: right(x, None, *rest),
+        lambda right: lambda *rest: right(*rest) * 1.1,
+        lambda right: lambda x, *rest: spoiled(right(x, *rest), slice(6, None), 0.0),
+    ],
+    "given_experts": [
+        lambda right: lambda x, index, weights, experts: right(x, index.flip(1), weights, experts),
+        lambda right: lambda x, index, weights, experts: right(x, index, weights, replace(experts, activation="silu")),
+        lambda right: lambda x, index, *rest: right(x, (index + 1) % 6, *rest),
+        lambda right: lambda x, *rest: spoiled(right(x, *rest), (-1, -1)),
+    ],
+}
+
+
+@pytest.mark.parametrize("op", EXPERTS)
+def test_wrong_experts_are_found(op):
+    experts = ExpertSizes(count=6, top_k=3, hidden=64, inner=40, activation="swiglu_clamped", biases=True)
+    sizes = replace(SIZES, experts=experts)
+    assert not failures(short_checks(subject(), sizes))
+    for change in EXPERTS[op]:
+        assert {each.op for each in failures(short_checks(subject(changed(op, change)), sizes))} == {op}
 
 
 def test_an_attention_that_forgets_the_window_is_found():

@@ -77,6 +77,30 @@ def test_what_a_token_costs(tied):
     assert (plan.layer_attention, plan.sampled_attention) == (attention_width, attention_width)  # two layers
 
 
+def test_a_token_costs_the_experts_that_it_chooses():
+    """Three layers, of which two have 8 experts of 40 and a token chooses 3."""
+    path = shared_checkpoint("qwen3_moe", dtype="bfloat16")
+    plan = resolve_plan(config(model=str(path), dtype="bfloat16", kernels="reference"))
+    table, one = VOCAB_SIZE * 64, 3 * 64 * 40
+    last_layers_end = 4 * 32 * 64 + 8 * 64 + 3 * one
+    assert plan.sampled_parameters == table + last_layers_end
+    assert plan.layer_parameters == plan.num_parameters - 2 * table - 2 * 8 * one + 3 * one - (
+        last_layers_end - 3 * one
+    )
+    assert plan.expert_bytes == 2 * 2 * 8 * one
+    active = plan.layer_parameters + plan.sampled_parameters
+    assert plan.weights_read(1) == plan.weights_read_bytes == 2 * active
+    touched = 1 - (1 - 3 / 8) ** 8
+    assert plan.weights_read(8) == pytest.approx(2 * active + (touched - 3 / 8) * plan.expert_bytes, abs=2)
+    assert plan.weights_read(10_000) == 2 * active + 2 * 2 * 5 * one
+    text = plan_text(plan)
+    assert f"{plan.num_parameters:,} parameters, {active:,} of them for a token" in text
+    assert "; a step reads" in text
+    dense = resolve_plan(config())
+    assert dense.weights_read(64) == dense.weights_read_bytes
+    assert "of them for a token" not in plan_text(dense)
+
+
 def test_kv_memory_is_taken_at_its_word():
     plan = resolve_plan(config(kv_memory=50 << 20, max_num_seqs=1, max_model_len=16))
     assert plan.kv_bytes == 50 << 20

@@ -87,3 +87,50 @@ def test_options_that_no_entry_computes_are_refused_by_name(family, options, mes
 def test_kernels_without_experts_refuse_the_model():
     with pytest.raises(ModelLoadError, match="MixtralForCausalLM: the reference kernels compute no experts"):
         Model(shared_checkpoint("mixtral"), kernels=replace(REFERENCE, pack_router=None))
+
+
+def _in_mxfp4(path: Path, target: Path) -> tuple[Path, Path]:
+    """gpt-oss's experts as random bytes of MXFP4, and the same numbers by transformers' own decoder."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors, random = load_file(path / "model.safetensors"), torch.Generator().manual_seed(4)
+    stored, plain = dict(tensors), dict(tensors)
+    for name, values in tensors.items():
+        if values.dim() != 3:
+            continue
+        count, columns, rows = values.shape
+        blocks = torch.randint(256, (count, rows, columns // 32, 16), generator=random, dtype=torch.uint8)
+        scales = torch.randint(120, 126, (count, rows, columns // 32), generator=random, dtype=torch.uint8)
+        del stored[name]
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    folders = target / "stored", target / "plain"
+    for folder, content in zip(folders, (stored, plain), strict=True):
+        shutil.copytree(path, folder)
+        save_file(content, folder / "model.safetensors")
+    values = json.loads((folders[0] / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folders[0] / "config.json").write_text(json.dumps(values))
+    return folders
+
+
+def test_experts_in_mxfp4_are_the_numbers_that_they_stand_for(tmp_path):
+    stored, plain = _in_mxfp4(shared_checkpoint("gpt_oss"), tmp_path)
+    token_ids = random_ids(40)
+    model = Model(stored)
+    assert torch.equal(model.logits(token_ids), Model(plain).logits(token_ids))
+    assert str(model.decoder.config.quantisation) == "MXFP4"
+
+
+@pytest.mark.parametrize("broken", ["scales", "blocks"])
+def test_mxfp4_of_another_shape_is_refused(broken, tmp_path):
+    stored, _ = _in_mxfp4(shared_checkpoint("gpt_oss"), tmp_path)
+    tensors = load_file(stored / "model.safetensors")
+    name = f"model.layers.0.mlp.experts.gate_up_proj_{broken}"
+    save_file({**tensors, name: tensors[name][:, :-1].contiguous()}, stored / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=rf"gate_up_proj_{broken} is not stored as U8 \[4, 192, 2"):
+        Model(stored)
+    del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(tensors, stored / "model.safetensors")
+    with pytest.raises(ModelLoadError, match="down_proj_blocks has no exponents"):
+        Model(stored)

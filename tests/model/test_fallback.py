@@ -24,6 +24,7 @@ from quire_engine.execution import loading
 from quire_engine.execution.models.fallback import proof
 from quire_engine.execution.models.fallback.interface import _attend
 from quire_engine.execution.models.fallback.model_class import OURS, ModelClass, model_class
+from quire_engine.execution.models.fallback.products import FusedExperts
 from quire_engine.execution.models.fallback.states import COPIES, States
 from quire_engine.memory_plan import plan_text
 from quire_engine.scheduling.gate import check_request
@@ -102,6 +103,14 @@ def test_the_greatest_logit_is_found_without_the_logits(model_type: str, is_plai
         assert found[0] == steps.model.logits(hidden).argmax(dim=-1).tolist()
 
 
+@pytest.mark.parametrize(("model_type", "is_one"), [("qwen3_moe", True), ("granitemoe", True), ("gpt_oss", False)])
+def test_experts_whose_activation_the_kernels_have_are_one_op(model_type: str, is_one: bool):
+    model = FallbackSteps(checkpoint(model_type), dtype="bfloat16").model._model
+    found = [module.__dict__["quire_experts"] for module in model.modules() if "quire_experts" in module.__dict__]
+    assert found
+    assert {isinstance(each, FusedExperts) for each in found} == {is_one}
+
+
 def test_quantized_experts_take_a_quarter(tmp_path: Path):
     sizes = [
         FallbackSteps(checkpoint("qwen3_moe"), dtype="bfloat16", quantization=kind).model.packed_bytes or 0
@@ -120,12 +129,12 @@ def test_the_plain_start_does_not_import_transformers():
 
 
 def test_native_refuses_what_auto_computes_by_transformers(caplog: pytest.LogCaptureFixture):
-    path = str(checkpoint("gpt_oss"))
-    with pytest.raises(NotNative, match="GptOssForCausalLM"):
+    path = str(checkpoint("gpt2"))
+    with pytest.raises(NotNative, match="GPT2LMHeadModel"):
         resolve_plan(EngineConfig(model=path, device="cpu", model_impl="native"))
     plan = resolve_plan(EngineConfig(model=path, device="cpu"))
     assert plan.implementation == f"transformers {transformers.__version__}"
-    assert "GptOssForCausalLM" in caplog.text
+    assert "GPT2LMHeadModel" in caplog.text
     ours = str(shared_checkpoint("qwen3"))
     assert resolve_plan(EngineConfig(model=ours, device="cpu")).implementation == ""
     assert resolve_plan(EngineConfig(model=ours, device="cpu", model_impl="transformers")).implementation
@@ -536,4 +545,4 @@ def test_the_table_of_models_is_that_of_the_last_sweep():
 def test_no_gpu_is_used(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="set device to cpu"):
-        resolve_plan(EngineConfig(model=str(checkpoint("gpt_oss")), device="cuda"))
+        resolve_plan(EngineConfig(model=str(checkpoint("gpt2")), device="cuda"))

@@ -21,7 +21,7 @@ from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.execution import loading
 from quire_engine.execution.packed.image import is_sealed, new_memory
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
-from quire_kernels.kernel_set import AttentionShape, Norm
+from quire_kernels.kernel_set import AttentionShape, ExpertMatrices, Norm, Routing
 from support.checkpoints import shared_checkpoint
 from support.limits import engine_config
 from support.offline import generate
@@ -94,6 +94,10 @@ def weights(built: BuiltEngine) -> dict[str, torch.Tensor]:
                 found |= {f"{place} q": value.q_norm, f"{place} k": value.k_norm} if value.q_norm is not None else {}
             elif isinstance(value, Norm):
                 found[f"{place} norm"] = value.weight
+            elif isinstance(value, Routing):
+                matrices[f"{place} router"] = value.weight
+            elif isinstance(value, ExpertMatrices):
+                matrices |= {f"{place} gate and up": value.gate_up, f"{place} down": value.down}
             elif isinstance(value, torch.Tensor):
                 found[f"{place} {field.name}"] = value
     for name, matrix in matrices.items():
@@ -111,7 +115,7 @@ def wait_for_file(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])  # with biases; with norms of heads
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])  # with biases; with norms of heads; with experts
 @pytest.mark.parametrize("tied", [True, False])
 def test_each_way_into_memory_gives_the_same(family, kind, tied, tmp_path, fd):
     path, folder = shared_checkpoint(family, tie_word_embeddings=tied), tmp_path / "packed"

@@ -38,7 +38,7 @@ def test_every_number_is_the_one_that_the_form_says(name: str, tmp_path: Path) -
         assert 0 <= unused < 100  # scales of activations, which are not used
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "mixtral"])
 def test_logits_are_those_of_the_numbers_in_the_clear(family: str, tmp_path: Path) -> None:
     quantised, dense = make_quantised(tmp_path, FORMS["gptq in activation order"], family)
     ids = random_ids(40, vocab_size=200)

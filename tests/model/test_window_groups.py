@@ -40,8 +40,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int | None, ...]]] = {
     "one full layer of four": ("gemma3", {"sliding_window": 40, "layer_types": MIXED}, (None, 40, 40, 40)),
     "heads of two widths": ("gemma4", {"sliding_window": 40, "layer_types": [*MIXED[1:], *MIXED[2:3]]}, (None, 40)),
     "every layer": ("mistral", {"sliding_window": 37}, (37,)),
-    "every other layer, by transformers": ("gpt_oss", {"sliding_window": 40}, (None, 40)),
-    "in a plain pool": ("gpt_oss", {"sliding_window": 40, "head_dim": 24}, (None, 40)),
+    "every other layer, with sinks and experts": (
+        "gpt_oss",
+        {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        (None, 40),
+    ),
+    "every other layer, by transformers": ("vaultgemma", {"sliding_window": 40}, (None, 40)),
+    "in a plain pool": ("vaultgemma", {"sliding_window": 40, "head_dim": 24}, (None, 40)),
 }
 
 

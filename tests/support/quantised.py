@@ -206,7 +206,7 @@ def make_quantised(path: Path, form: Form, family: str = "qwen3", *, seed: int =
     stored = load_file(str(dense / "model.safetensors"))
     packed: Parts = {}
     for name, value in stored.items():
-        if value.dim() != 2 or "embed" in name or "lm_head" in name:
+        if value.dim() != 2 or any(word in name for word in ("embed", "lm_head", ".gate.")):  # .gate.: a router
             packed[name] = value
             continue
         parts, stored[name] = form.quantise(value.shape[0], value.shape[1], random)

@@ -23,6 +23,8 @@ _Parts = dict[str, str]  # names of tensors by their roles
 
 def decode_quantised(checkpoint: Checkpoint, form: Quantisation) -> None:
     """Put the matrix `x.weight` in the place of the tensors that it is stored as. Raises ModelLoadError."""
+    if form.method == "mxfp4":  # of stacks of experts, which are taken apart as they are decoded
+        return
     ends = {"gptq": ".qweight", "awq": ".qweight", "pack-quantized": ".weight_packed"}
     end = ends.get(form.method, ".weight_scale_inv" if form.method == "fp8" and form.block else ".weight_scale")
     activations = (".input_scale", ".input_zero_point", ".activation_scale")  # which stay as they are

@@ -8,14 +8,19 @@ from __future__ import annotations
 import re
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from quire_engine.execution.models.checkpoint import STORED, Checkpoint, Made
-from quire_engine.execution.models.config import ModelConfig
+from quire_engine.execution.models.config import ExpertsConfig, ModelConfig
 from quire_kernels.kernel_set import expert_rows
 from quire_kernels.packed_form import PackedForm
 
 _STACK = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)(_bias)?")
+_BLOCKS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)_blocks")
+# MXFP4, of the Open Compute Project's specification: numbers of four bits, and for 32 of them an exponent.
+_MX_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_MX_GROUP, _MX_BIAS = 32, 127
 # Mixtral's own names, and gpt-oss's of its router.
 _OTHER_NAMES = (
     (re.compile(r"(model\.layers\.\d+\.)block_sparse_moe\."), r"\1mlp."),
@@ -67,12 +72,13 @@ def take_experts(checkpoint: Checkpoint, config: ModelConfig) -> None:
     for old, new in _OTHER_NAMES:
         checkpoint.rename(lambda name: old.sub(new, name))  # noqa: B023
     for name in sorted(checkpoint.names):
+        if (blocks := _BLOCKS.fullmatch(name)) is not None:
+            _take_blocks(checkpoint, config, known, *blocks.groups())
         found = _STACK.fullmatch(name)
         if found is None:
             continue
         prefix, kind, bias = found.groups()
-        pair = (2 * known.inner, config.hidden_size)
-        rows, columns = pair if kind == "gate_up_proj" else (config.hidden_size, known.inner)
+        rows, columns = _sizes(config, known, kind)
         turned = known.in_turns and not bias
         wanted = (
             (known.count, rows) if bias else (known.count, columns, rows) if turned else (known.count, rows, columns)
@@ -89,6 +95,36 @@ def take_experts(checkpoint: Checkpoint, config: ModelConfig) -> None:
                 decode = partial(_view, expert=expert, turned=turned, first=first, step=step, count=count)
                 made[whole] = ((count,) if bias else (count, columns)), decode
         checkpoint.divide({"stack": name}, made)
+
+
+def _take_blocks(checkpoint: Checkpoint, config: ModelConfig, known: ExpertsConfig, prefix: str, kind: str) -> None:
+    """Each expert's matrices of a stack in MXFP4: bytes [E, N, K / 32, 16], and exponents [E, N, K / 32]."""
+    names = {role: f"{prefix}{kind}_{role}" for role in ("blocks", "scales")}
+    rows, columns = _sizes(config, known, kind)
+    groups = (known.count, rows, columns // _MX_GROUP)
+    if names["scales"] not in checkpoint or columns % _MX_GROUP:
+        raise checkpoint.error(names["blocks"], f"has no exponents for groups of {_MX_GROUP} of {columns} columns")
+    for role, shape in (("blocks", (*groups, _MX_GROUP // 2)), ("scales", groups)):
+        if checkpoint.stored_as(names[role]) != ("U8", shape):
+            raise checkpoint.error(names[role], f"is not stored as U8 {list(shape)}, which the configuration implies")
+    made: dict[str, Made] = {}
+    for expert in range(known.count):
+        for part, first, step, count in _rows_of_parts(kind, rows, in_turns=known.in_turns):
+            decode = partial(_decoded, expert=expert, first=first, step=step, count=count)
+            made[f"{prefix}{expert}.{part}.weight"] = (count, columns), decode
+    checkpoint.divide(names, made)
+
+
+def _decoded(stored: dict[str, Tensor], *, expert: int, first: int, step: int, count: int) -> Tensor:
+    """float32 [count, K]: a byte's lower half comes first."""
+    both, exponents = (stored[role][expert][first::step][:count] for role in ("blocks", "scales"))
+    values = torch.tensor(_MX_VALUES)[torch.stack([both & 15, both >> 4], dim=-1).int()]
+    return torch.ldexp(values.flatten(2), exponents[..., None].int() - _MX_BIAS).flatten(1)
+
+
+def _sizes(config: ModelConfig, known: ExpertsConfig, kind: str) -> tuple[int, int]:
+    """Rows and columns of an expert's matrix as it multiplies; of gate_up_proj the rows of both."""
+    return (2 * known.inner, config.hidden_size) if kind == "gate_up_proj" else (config.hidden_size, known.inner)
 
 
 def _rows_of_parts(kind: str, rows: int, *, in_turns: bool) -> tuple[tuple[str, int, int, int], ...]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from quire_engine.execution.models.options import Options
 
-Method = Literal["gptq", "awq", "fp8", "pack-quantized", "int-quantized", "float-quantized"]
+Method = Literal["gptq", "awq", "fp8", "mxfp4", "pack-quantized", "int-quantized", "float-quantized"]
 _KEY = "quantization_config"
 # Keys of how the numbers were found, and of the kernels that others compute them with. The names of the tensors say
 # which matrices are quantised.
@@ -70,7 +70,6 @@ _OTHERS = {
     "fbgemm_fp8": "the original with --quantization int8",
     "hqq": "a GPTQ or AWQ version of the model",
     "modelopt": "the original with --quantization int8 or int4",
-    "mxfp4": "a version of the model in bfloat16",
     "quanto": "the original with --quantization int8 or int4",
     "torchao": "the original with --quantization int8 or int4",
     "vptq": "a GPTQ or AWQ version of the model",
@@ -89,7 +88,7 @@ class Quantisation:
     symmetric: bool = False  # pack-quantized: every zero point is the middle, and none is stored
 
     def __str__(self) -> str:
-        names = {"gptq": f"GPTQ, {self.bits} bits", "awq": "AWQ, 4 bits", "fp8": "FP8"}
+        names = {"gptq": f"GPTQ, {self.bits} bits", "awq": "AWQ, 4 bits", "fp8": "FP8", "mxfp4": "MXFP4"}
         return names.get(self.method, f"compressed-tensors, {self.method}, {self.bits} bits")
 
 
@@ -107,6 +106,9 @@ def quantisation_of(options: Options) -> Quantisation | None:
         found = _awq(section)
     elif method == "fp8":
         found = _fp8(section)
+    elif method == "mxfp4":
+        _only(section, "dequantize", (False,))
+        found = Quantisation(method="mxfp4", bits=4, group_size=32)
     elif method == "compressed-tensors":
         found = _compressed_tensors(section)
     else:

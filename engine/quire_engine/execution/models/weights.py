@@ -404,6 +404,12 @@ class Part:
     def named(self, kind: str) -> Part:
         return replace(self, name=self.name + kind)
 
+    def pieces(self, stored: Tensor) -> list[Tensor]:
+        """The rows, and the zeros that follow."""
+        rows = self.of(stored)
+        zeros = max(0, self.filled - len(rows))
+        return [rows, rows.new_zeros(1).expand(zeros, *rows.shape[1:])] if zeros else [rows]
+
     def of(self, stored: Tensor) -> Tensor:
         rows = stored[self.start : self.stop]
         if self.head_order is None:
@@ -519,11 +525,9 @@ class CheckpointSource:
         stored: list[Tensor] = []
         names: list[str] = []
         for part in parts:
-            rows = part.of(self._checkpoint.tensor(part.name))
-            stored.append(rows)
-            if part.filled > len(rows):
-                stored.append(rows.new_zeros(1).expand(part.filled - len(rows), *rows.shape[1:]))
-            names += [part.name] * (len(stored) - len(names))
+            pieces = part.pieces(self._checkpoint.tensor(part.name))
+            stored += pieces
+            names += [part.name] * len(pieces)
         packs = self._form is not None and not may_be_kept
         if packs and len(stored) == 1 and stored[0].dtype is self._dtype:
             rows = stored[0]  # packing reads it and keeps nothing: no need for a copy

@@ -180,10 +180,10 @@ def test_directories_that_cannot_be_served_are_called_by_their_names(tmp_path: P
 
 
 def test_an_architecture_without_an_entry_is_left_to_the_engine_unless_native_is_asked_for(tmp_path: Path):
-    (tmp_path / "config.json").write_text('{"architectures": ["GptOssForCausalLM"]}')
+    (tmp_path / "config.json").write_text('{"architectures": ["NemotronForCausalLM"]}')
     (tmp_path / "model.safetensors").write_text("")
     assert localized(Settings(model=str(tmp_path)))
-    with pytest.raises(ModelLoadError, match="GptOssForCausalLM have no entry of ours; those are LlamaForCausalLM"):
+    with pytest.raises(ModelLoadError, match="NemotronForCausalLM have no entry of ours; those are LlamaForCausalLM"):
         localized(Settings(model=str(tmp_path), model_impl="native"))
 
 

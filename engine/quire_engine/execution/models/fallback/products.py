@@ -13,8 +13,10 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import _default_apply_gate
 
-from quire_kernels.kernel_set import KernelSet, LinearWeight
+from quire_kernels.kernel_set import Activation, ExpertMatrices, KernelSet, LinearWeight
 
 _TILE = 16  # rows of a plain product; torch's order of summation follows the number of rows
 
@@ -64,6 +66,35 @@ def product(kernels: KernelSet, x: Tensor, weight: LinearWeight, width: int, *, 
         return kernels.linear(x, weight, wide)
     out = kernels.linear_add(x, weight, torch.zeros(len(x), width, dtype=x.dtype), 1.0)
     return out.float() if wide else out
+
+
+def fused_activation(module: Any) -> Activation | None:
+    """The activation of an experts module, where it is all that happens between an expert's two products.
+
+    None: the module does more, or something else.
+    """
+    usual = module.has_gate and module.is_concatenated and not module.has_post_expert_norm
+    if not usual or getattr(module._apply_gate, "__func__", None) is not _default_apply_gate:
+        return None
+    return next((name for key, name in _FUSED.items() if type(module.act_fn) is type(ACT2FN[key])), None)
+
+
+_FUSED: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+class FusedExperts:
+    """An experts module whose experts are one op of the kernels."""
+
+    def __init__(self, kernels: KernelSet, experts: ExpertMatrices) -> None:
+        """The kernels must have the op."""
+        self._kernels, self._experts = kernels, experts
+
+    def compute(self, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """See `interface.Computes.experts`."""
+        del module
+        if self._kernels.given_experts is None:
+            raise RuntimeError(f"the {self._kernels.name} kernels compute no experts")
+        return self._kernels.given_experts(hidden.contiguous(), index.long(), weights.float(), self._experts)
 
 
 class PackedExperts:

@@ -252,11 +252,14 @@ class MemorySource:
 
     def matrix(self, place: str, weights: Sequence[Part], biases: Sequence[Part]) -> LinearWeight:
         del place
-        bias = torch.cat([part.of(self.tensor(part.name)) for part in biases]) if biases else None
-        return self._kernels.pack_linear(torch.cat([part.of(self.tensor(part.name)) for part in weights]), bias)
+        return self._kernels.pack_linear(self._rows(weights), self._rows(biases) if biases else None)
 
     def gate_up(self, place: str, gate: Sequence[Part], up: Sequence[Part], biases: Sequence[Part]) -> LinearWeight:
-        return self.matrix(place, [*gate, *up], biases)
+        del place
+        return self._kernels.pack_gate_up(self._rows(gate), self._rows(up), self._rows(biases) if biases else None)
+
+    def _rows(self, parts: Sequence[Part]) -> Tensor:
+        return torch.cat([piece for part in parts for piece in part.pieces(self.tensor(part.name))])
 
     def head(self, place: str, name: str, embedding: Tensor) -> LinearWeight:
         del embedding

@@ -22,9 +22,17 @@ from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.checkpoint import Checkpoint
 from quire_engine.execution.models.fallback.facts import Facts
 from quire_engine.execution.models.fallback.interface import is_experts
-from quire_engine.execution.models.fallback.products import PackedExperts, PackedLinear, Rows, Stub, TiledMatrix
+from quire_engine.execution.models.fallback.products import (
+    FusedExperts,
+    PackedExperts,
+    PackedLinear,
+    Rows,
+    Stub,
+    TiledMatrix,
+    fused_activation,
+)
 from quire_engine.execution.models.weights import Part, WeightSource
-from quire_kernels.kernel_set import KernelSet, LinearWeight
+from quire_kernels.kernel_set import Activation, ExpertMatrices, KernelSet, LinearWeight, expert_rows
 from quire_kernels.packed_form import PackedForm
 
 _MOST_INPUTS = 65536  # of a packed matrix
@@ -289,6 +297,8 @@ class Loaded:
         self.packed_bytes += values * self._dtype.itemsize if size is None else size(weight)
 
     def _experts(self, module: Any, place: str) -> None:
+        if self._kernels.given_experts is not None and (activation := fused_activation(module)) is not None:
+            return self._fused_experts(module, place, activation)
         packed: list[list[LinearWeight]] = []
         widths: list[int] = []
         for attribute in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
@@ -313,6 +323,40 @@ class Loaded:
         module.__dict__["quire_experts"] = PackedExperts(
             self._kernels, up, down, (widths[0], widths[1]), self._facts.inner_multiple
         )
+        return self._own(module, place)
+
+    def _fused_experts(self, module: Any, place: str, activation: Activation) -> None:
+        """Two matrices of all experts, for the op that computes them."""
+        source, turned = self._sources(self._dtype), ".T" if module.is_transposed else ""
+        wide, down = module.gate_up_proj, module.down_proj
+        count, (hidden, twice) = len(wide), sizes_of(wide, turned=module.is_transposed)
+        inner = twice // 2
+
+        def parts(attribute: str, end: str, rows: int, first: int = 0) -> list[Part]:
+            name, filled = self._name[id(getattr(module, attribute))], expert_rows(rows)
+            each = (f"{name}[{expert}]{end}" for expert in range(count))
+            return [Part(one, start=first, stop=first + rows, filled=filled) for one in each]
+
+        def pair(attribute: str, end: str) -> tuple[list[Part], list[Part]]:
+            return parts(attribute, end, inner), parts(attribute, end, inner, inner)
+
+        gate, up = pair("gate_up_proj", turned)
+        biases: list[Part] = []
+        if module.has_bias:
+            of_gate, of_up = pair("gate_up_proj_bias", "")
+            biases = [*of_gate, *of_up]
+        above = source.gate_up(self._name[id(wide)], gate, up, biases)
+        biases = parts("down_proj_bias", "", hidden) if module.has_bias else []
+        below = source.matrix(self._name[id(down)], parts("down_proj", turned, hidden), biases)
+        self._count(above, wide.numel())
+        self._count(below, down.numel())
+        for attribute in ("gate_up_proj", "down_proj"):
+            del module._parameters[attribute]
+            setattr(module, attribute, None)
+            if module.has_bias:
+                del module._parameters[f"{attribute}_bias"]
+        matrices = ExpertMatrices(count=count, inner=inner, gate_up=above, down=below, activation=activation)
+        module.__dict__["quire_experts"] = FusedExperts(self._kernels, matrices)
         self._own(module, place)
 
     def _own(self, module: nn.Module, place: str) -> None:
@@ -348,6 +392,12 @@ class Loaded:
         setattr(self._model.get_submodule(holder), attribute, module)
 
 
+def sizes_of(stack: Any, *, turned: bool) -> tuple[int, int]:
+    """Inputs and outputs of each matrix in a stack."""
+    first, second = stack.shape[1:]
+    return (first, second) if turned else (second, first)
+
+
 def most_image_bytes(model: Any, facts: Facts, form: PackedForm, alignment: int) -> int:
     """An upper bound on the bytes of the image of a model's packed weights."""
     packed = {
@@ -375,5 +425,13 @@ def most_image_bytes(model: Any, facts: Facts, form: PackedForm, alignment: int)
 
 def fits_image(model: Any, facts: Facts, header_bytes: int) -> bool:
     """Whether an image's header can name every matrix; that of many experts cannot."""
-    entries = sum(2 * (len(value) if value.dim() == 3 else 1) for _, value in parameters(model, facts))
+    fused = {
+        id(value)
+        for module in model.modules()
+        if is_experts(module) and fused_activation(module) is not None
+        for value in module._parameters.values()
+    }
+    entries = sum(
+        2 * (len(value) if value.dim() == 3 and id(value) not in fused else 1) for _, value in parameters(model, facts)
+    )
     return entries * _EXPERT_BYTES < header_bytes
