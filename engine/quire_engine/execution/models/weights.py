@@ -1,4 +1,4 @@
-"""From a checkpoint's safetensors files, or an image of packed weights, to a decoder.
+"""From a checkpoint's files, or an image of packed weights, to a decoder.
 
 The files hold exactly the tensors that the configuration implies, or a ModelLoadError says which do not.
 """
@@ -20,6 +20,7 @@ from quire_engine.execution.models.checkpoint import Checkpoint, StoredTensors, 
 from quire_engine.execution.models.config import ModelConfig, RopeConfig
 from quire_engine.execution.models.decoder import Decoder, Weights
 from quire_engine.execution.models.dequantising import decode_quantised
+from quire_engine.execution.models.gguf_tensors import take_gguf
 from quire_engine.execution.packed.image import ALIGNMENT, Image, ImageWriter
 from quire_engine.execution.progress import Progress, Tell, tell_nobody
 from quire_engine.kv_groups import KVLayout, one_group
@@ -94,7 +95,9 @@ def take_text(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
     Of quantised matrices the checkpoint has the decoded ones from here on.
     """
-    if config.quantisation is not None:
+    if config.quantisation is not None and config.quantisation.method == "gguf":
+        take_gguf(checkpoint, config)
+    elif config.quantisation is not None:
         decode_quantised(checkpoint, config.quantisation)
     checkpoint.drop(lambda name: name.endswith(".rotary_emb.inv_freq"))  # derived, saved by old exporters
     if "embed_tokens.weight" in checkpoint.names:  # only the part below the heads was saved
