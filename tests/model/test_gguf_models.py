@@ -23,7 +23,7 @@ from support.model_steps import Model, random_ids
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}  # rows of whole blocks
 WIDE_HEADS = WIDE | {"num_attention_heads": 8}
-# What files do not say, at the values that llama.cpp has: each fourth layer without a rotation, queries scaled by heads.
+# What files do not say, as llama.cpp has it: each fourth layer without a rotation, queries scaled by heads.
 NO_CHOICE: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]},
     "gemma2": {"query_pre_attn_scalar": 32},

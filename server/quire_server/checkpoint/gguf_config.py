@@ -207,7 +207,7 @@ def _frequencies(reader: _Reader) -> Config:
 
 
 def _llama3(theta: float, count: int, factor: float) -> list[float]:
-    """What llama.cpp's converter stores of Llama 3's rotations."""
+    """The divisors that llama.cpp's converter computes for Llama 3's rotations."""
     found = []
     for place in range(count):
         wavelength = 2 * math.pi * theta ** (place / count)

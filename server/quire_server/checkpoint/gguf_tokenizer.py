@@ -137,7 +137,7 @@ class GgufVocabulary:
         self._types = types or [1] * len(tokens)
 
     def special(self) -> SpecialTokens:
-        """What the file says of its special tokens."""
+        """The special tokens, by the keys that name them and by their texts."""
         ids = {name: self._id(key, _DEFAULTS.get(name)) for name, key in _SPECIAL.items()}
         named = [ids["eos_token"], self._id("eot_token_id"), self._id("eom_token_id")]
         told = [
@@ -289,7 +289,7 @@ class GgufVocabulary:
         }
 
     def _frame(self, *, adds_bos: bool) -> dict[str, Any]:
-        """What all have: the added tokens, and those that are put around a text."""
+        """The parts that both styles share: the added tokens, and those that are put around a text."""
         ids = {name: self._id(_SPECIAL[name], _DEFAULTS[name]) for name in ("bos_token", "eos_token")}
         bos = ids["bos_token"] if self._metadata.boolean(_KEY + "add_bos_token", adds_bos) else None
         eos = ids["eos_token"] if self._metadata.boolean(_KEY + "add_eos_token", False) else None

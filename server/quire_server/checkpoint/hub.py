@@ -114,7 +114,7 @@ def _ignored(wanted: tuple[str, ...]) -> list[str]:
 
 @contextmanager
 def _naming(name: str, revision: str | None, where: Path) -> Iterator[None]:
-    """Whatever goes wrong is one line that names the repository."""
+    """Every failure becomes one line that names the repository."""
     try:
         yield
     except ModelLoadError:

@@ -43,7 +43,7 @@ _DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short
 def take_gguf(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """Know the tensors by the names of transformers, as numbers. Raises ModelLoadError for types that are not read.
 
-    Names that no family has stay, so that whoever checks them refuses them.
+    Names that no family has stay as they are: the check of all names against the configuration refuses them.
     """
     checkpoint.drop(lambda name: name in _DERIVED)
     slots = _slots(config)

@@ -123,7 +123,7 @@ def test_what_the_hub_refuses_is_one_line(hub: LoopbackHub, tmp_path: Path):
     expected = [
         f"there is no such model at {hub.url}, or it is private and needs HF_TOKEN",
         f"gated: accept its terms at {hub.url}/org/gated, then set HF_TOKEN",
-        "GGUF files are not read",
+        "it has GGUF files; add a colon and what the name of one of them ends with, such as :Q4_K_M; there are model",
         "an adapter (LoRA)",
         "the weights are pickled",
         "there is no tokenizer.json",
