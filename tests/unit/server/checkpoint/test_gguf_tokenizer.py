@@ -233,7 +233,9 @@ def test_surfaces_are_known_to_the_server(folder: Path, tmp_path: Path) -> None:
         loaded = TextTokenizer.load(path)
         assert loaded.joins_bytes
         assert loaded.vocab_size == len(values["tokenizer.ggml.tokens"])
-        for text in texts(200, 3, tuple(word for word in WORDS if "\n\n" not in word)):
+        for text in texts(200, 3):
+            if "\n\n" in text:  # a token of its own here, behind which a space is put as well
+                continue
             ids = loaded.encode(text, add_special_tokens=False)
             assert b"".join(map(loaded.token_bytes, ids)).decode() == lead + text
     assert loaded.bos_token == "<s>"
