@@ -67,9 +67,9 @@ def models(names: Iterable[str]) -> list[str]:
 
 
 def of_quantisation(names: Iterable[str], tag: str) -> list[str]:
-    """Of the names of models those with this tag, such as Q4_K_M, between other words or at an end."""
-    pattern = re.compile(rf"(?:.*[-._/])?{re.escape(tag)}", re.IGNORECASE)
-    return [name for name in models(names) if pattern.fullmatch(short_name(name))]
+    """Of the names of models those that end with a tag, such as Q4_K_M, or lie in a folder whose name does."""
+    pattern = re.compile(rf"(?:.*[-._])?{re.escape(tag)}", re.IGNORECASE)
+    return [name for name in models(names) if any(map(pattern.fullmatch, PurePosixPath(short_name(name)).parts))]
 
 
 def short_name(name: str) -> str:
