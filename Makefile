@@ -24,6 +24,7 @@ HELP := \
   "schema-test    500 outputs under real JSON schemas" \
   "draft-test     5,000 answers with guessed tokens and without" \
   "schedule-test  the scheduler under random calls, at length; half an hour" \
+  "damage-test    100,000 damaged files of weights; ten minutes" \
   "emulated-test  the kernels for instruction sets that this CPU lacks" \
   "kernel-sim     the GPU's kernels without a GPU; half an hour" \
   "gpu-test       what needs a GPU; installs nothing" \
