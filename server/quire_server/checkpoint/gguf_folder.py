@@ -93,17 +93,21 @@ def listed(names: Collection[str]) -> str:
     return shown if more <= 0 else f"{shown} and {more} more"
 
 
-def unfolded(file: Path) -> Path:
-    """A temporary folder that is a checkpoint. Raises ModelLoadError, naming the file and the key."""
+def unfolded(file: Path, *, tokenizer: bool = True) -> Path:
+    """A temporary folder that is a checkpoint; `tokenizer`: with that of the file or the one beside it.
+
+    Raises ModelLoadError, naming the file and the key.
+    """
     model = read_gguf(file)
     check_types(model)
     config = config_of(model)
     beside = [path for name in TOKENIZER_FILES if (path := file.parent / name).is_file()]
     written: dict[str, object] = {}
-    if any(path.name == "tokenizer.json" for path in beside):
+    if not tokenizer or all(path.name != "tokenizer.json" for path in beside):
+        beside = []
+    if beside or not tokenizer:
         _ends_of_file(model.metadata, config)
     else:
-        beside = []
         vocabulary = GgufVocabulary(model.metadata)
         special = vocabulary.special()
         config |= {"eos_token_id": list(special.end_ids), "bos_token_id": special.bos_id}

@@ -13,7 +13,7 @@ from typing import Any
 from quire_engine.gguf import Metadata, shown
 
 _KEY = "tokenizer.ggml."
-_ADVICE = "put the model's tokenizer.json beside the file"
+_ADVICE = "put the model's tokenizer.json beside the file, or name its folder with --tokenizer"
 _NONE = (1 << 32) - 1  # an id that stands for none
 _MOST_WORK = 1 << 30  # characters compared to find the merges of a vocabulary
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # types of tokens; 1 is a normal one
@@ -83,7 +83,7 @@ _OF_GPT4O = _Split(pattern=rf"{_CASED}{_ENGLISH}?|{_CASED_UPPER}{_ENGLISH}?|\p{{
 _OF_SEED = _Split(pattern=rf"{_ENGLISH}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+")
 # The values of tokenizer.ggml.pre.
 _SPLITS = {
-    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3", "pixtral"), _OF_LLAMA3),
+    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3", "falcon3", "pixtral"), _OF_LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _OF_GPT4),
     **dict.fromkeys(("qwen2", "megrez"), _OF_QWEN),
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), _OF_DISTILLED_QWEN),

@@ -32,7 +32,7 @@ def localized(settings: Settings) -> Settings:
     where = (settings.revision, settings.download_dir)
     if settings.model != DEMO_MODEL:
         name = _PAGE.sub("", settings.model)
-        folder = checkpoint_directory(name, *where)
+        folder = checkpoint_directory(name, *where, tokenizer=settings.tokenizer is None)
         check_checkpoint(folder, settings.model_impl)
         if folder != Path(settings.model):
             names = settings.served_model_name or tuple(dict.fromkeys((_own_name(name), settings.model)))
@@ -66,19 +66,21 @@ def checkpoint_directory(
     *,
     setting: str = "--model",
     weights: bool = True,
+    tokenizer: bool = True,
 ) -> Path:
     """The local directory of that name, or a repository from the cache or the hub; of a GGUF file one that was made.
 
-    Raises ModelLoadError.
+    `tokenizer`: a GGUF file's is needed too. Raises ModelLoadError.
     """
     path = Path(name).expanduser()
     if path.is_dir():
         found = gguf_of(path)
-        return path if found is None else unfolded(found)
+        return path if found is None else unfolded(found, tokenizer=tokenizer)
     if is_gguf(path):
-        return unfolded(path)
+        return unfolded(path, tokenizer=tokenizer)
     if match := _HUB_FILE.fullmatch(name):
-        return unfolded(_hub().gguf_file(match["name"], match["tag"], revision=revision, cache=download_dir))
+        file = _hub().gguf_file(match["name"], match["tag"], revision=revision, cache=download_dir)
+        return unfolded(file, tokenizer=tokenizer)
     check_name(name, path)
     if not _HUB_ID.fullmatch(name):
         raise ModelLoadError(

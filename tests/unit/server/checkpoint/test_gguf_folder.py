@@ -107,6 +107,8 @@ def test_a_tokenizer_beside_the_file_wins(file: Path, tmp_path: Path) -> None:
     strange = placed(changed(file, tmp_path, {"tokenizer.ggml.pre": "unheard-of"}), tmp_path / "strange", "a.gguf")
     with pytest.raises(ModelLoadError, match=r"put the model's tokenizer\.json beside the file"):
         unfolded(strange / "a.gguf")
+    elsewhere = localized(Settings(model=str(strange / "a.gguf"), tokenizer=str(own)))
+    assert not (elsewhere.model_path / "tokenizer.json").exists()
     shutil.copy(own / "tokenizer.json", strange / "tokenizer.json")
     assert unfolded(strange / "a.gguf")
 
