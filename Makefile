@@ -24,7 +24,7 @@ HELP := \
   "schema-test    500 outputs under real JSON schemas" \
   "draft-test     5,000 answers with guessed tokens and without" \
   "schedule-test  the scheduler under random calls, at length; half an hour" \
-  "damage-test    100,000 damaged files of weights; ten minutes" \
+  "damage-test    100,000 damaged files of weights; a quarter of an hour" \
   "emulated-test  the kernels for instruction sets that this CPU lacks" \
   "kernel-sim     the GPU's kernels without a GPU; half an hour" \
   "gpu-test       what needs a GPU; installs nothing" \
@@ -161,7 +161,7 @@ schedule-test: $(VENV)/.dev
 	  tests/property/test_cache_shares.py tests/property/test_swapping.py \
 	  tests/unit/engine/scheduling/test_forecast.py tests/unit/engine/scheduling/test_tenant_shares.py $(ARGS)
 
-# Damaged files of weights: 100,000 of GGUF and of safetensors, each read or refused in one line; ten minutes.
+# Damaged files of weights: 100,000 of GGUF and of safetensors, each read or refused in one line; a quarter of an hour.
 damage-test: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 100 --timeout 3600 \
 	  tests/property/test_damaged_files.py $(ARGS)

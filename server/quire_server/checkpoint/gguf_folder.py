@@ -7,11 +7,14 @@ know: torch.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
+import os
 import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from quire_engine.errors import ModelLoadError
@@ -20,6 +23,8 @@ from quire_server.checkpoint.gguf_config import check_types, config_of
 from quire_server.checkpoint.gguf_tokenizer import GgufVocabulary
 
 SUFFIX = ".gguf"
+_FOLDER = "~/.cache/quire/gguf"
+_LOCK = "lock"
 # Files that win over what the GGUF file says, where they lie beside it.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.IGNORECASE)
@@ -117,15 +122,39 @@ def unfolded(file: Path, *, tokenizer: bool = True) -> Path:
     if sampling := _sampling(model.metadata):
         written["generation_config.json"] = sampling
     try:
-        folder = Path(tempfile.mkdtemp(prefix="quire-gguf-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        folder = _new_folder()
         for name, value in written.items():
             (folder / name).write_text(json.dumps(value), encoding="utf-8")
         for path in [*model.files, *beside]:
             (folder / path.name).symlink_to(path.absolute())
     except OSError as error:
-        raise ModelLoadError(f"{file}: its configuration cannot be kept in {tempfile.gettempdir()}: {error}") from error
+        raise ModelLoadError(f"{file}: its configuration cannot be kept: {error}") from error
     return folder
+
+
+def _new_folder() -> Path:
+    """A folder that goes when this process ends; what killed processes left goes now. Raises OSError."""
+    try:  # a temporary folder is cleared of what is old, while a server runs for months
+        parent = Path(_FOLDER).expanduser()
+        parent.mkdir(parents=True, exist_ok=True)
+        _remove_left(parent)
+        folder = Path(tempfile.mkdtemp(prefix="", dir=parent))
+    except (OSError, RuntimeError):  # no home, or none that can be written
+        folder = Path(tempfile.mkdtemp(prefix="quire-gguf-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # The lock ends with the process, however it ends. It gets its name when it is held.
+    handle = os.open(folder / "new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    (folder / "new").rename(folder / _LOCK)
+    return folder
+
+
+def _remove_left(parent: Path) -> None:
+    """Remove the folders of processes that are gone."""
+    for lock in parent.glob(f"*/{_LOCK}"):
+        with suppress(OSError), lock.open("rb") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def _ends_of_file(metadata: Metadata, config: dict[str, object]) -> None:

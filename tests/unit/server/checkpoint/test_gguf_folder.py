@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -41,7 +43,7 @@ def test_a_file_is_a_checkpoint_of_its_own_name(file: Path, tmp_path: Path) -> N
     folder = settings.model_path
     assert settings.model_names == ("Tiny-Q4_K_M", str(path))
     assert sorted(each.name for each in folder.iterdir()) == [
-        *("Tiny-Q4_K_M.gguf", "config.json", "tokenizer.json", "tokenizer_config.json"),
+        *("Tiny-Q4_K_M.gguf", "config.json", "lock", "tokenizer.json", "tokenizer_config.json"),
     ]
     assert (folder / "Tiny-Q4_K_M.gguf").readlink() == path
     check_checkpoint(folder)
@@ -59,15 +61,40 @@ def test_a_file_is_a_checkpoint_of_its_own_name(file: Path, tmp_path: Path) -> N
     assert (Path(str(tokenizer.tokenizer)) / "tokenizer.json").is_file()
 
 
-def test_the_folder_goes_with_the_process(file: Path) -> None:
+def in_a_process(file: Path, home: Path, end: str = "") -> list[str]:
+    """Where a process that ends so has put the file's configuration."""
     code = (
-        "import sys; from pathlib import Path; from quire_server.checkpoint.locate import checkpoint_directory;"
-        f"print(checkpoint_directory({str(file)!r}), 'torch' in sys.modules)"
+        "import os, sys; from quire_server.checkpoint.locate import checkpoint_directory;"
+        f"print(checkpoint_directory({str(file)!r}), 'torch' in sys.modules, flush=True); {end}"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    folder, has_torch = done.stdout.split()
+    environment = {**os.environ, "HOME": str(home), "TMPDIR": str(home.parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+    assert done.stdout, done.stderr
+    return done.stdout.split()
+
+
+def test_the_folder_goes_with_the_process(file: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    kept = home / ".cache" / "quire" / "gguf"
+    folder, has_torch = in_a_process(file, home)
     assert has_torch == "False"
-    assert not Path(folder).exists()
+    assert Path(folder).parent == kept
+    assert list(kept.iterdir()) == []
+    killed, _ = in_a_process(file, home, "os.kill(os.getpid(), 9)")
+    assert list(kept.iterdir()) == [Path(killed)]
+    with (Path(killed) / "lock").open("rb") as held:  # as by a process that runs
+        fcntl.flock(held, fcntl.LOCK_EX)
+        in_a_process(file, home)
+        assert list(kept.iterdir()) == [Path(killed)]
+    in_a_process(file, home)
+    assert list(kept.iterdir()) == []
+    (tmp_path / "nobody").write_text("")  # no folder can be made there
+    elsewhere, _ = in_a_process(file, tmp_path / "nobody")
+    assert Path(elsewhere).parent == tmp_path
+    assert not Path(elsewhere).exists()
     assert file.exists()
 
 
