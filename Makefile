@@ -8,7 +8,7 @@ JOBS ?= 2
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
 .PHONY: help serve test kernel-test schema-test draft-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim schedule-test \
-  emulated-test model-sweep hostile soak api-fuzz audit lock sbom check format bench headline clean
+  emulated-test damage-test model-sweep hostile soak api-fuzz audit lock sbom check format bench headline clean
 
 HELP := \
   "serve          serve the embedded model, or ARGS=\"/models/X --port 9000\"" \
@@ -24,6 +24,7 @@ HELP := \
   "schema-test    500 outputs under real JSON schemas" \
   "draft-test     5,000 answers with guessed tokens and without" \
   "schedule-test  the scheduler under random calls, at length; half an hour" \
+  "damage-test    100,000 damaged files of weights; a quarter of an hour" \
   "emulated-test  the kernels for instruction sets that this CPU lacks" \
   "kernel-sim     the GPU's kernels without a GPU; half an hour" \
   "gpu-test       what needs a GPU; installs nothing" \
@@ -159,6 +160,11 @@ schedule-test: $(VENV)/.dev
 	  tests/property/test_elder_bound.py tests/property/test_fair_machine.py tests/property/test_block_pool_machine.py \
 	  tests/property/test_cache_shares.py tests/property/test_swapping.py \
 	  tests/unit/engine/scheduling/test_forecast.py tests/unit/engine/scheduling/test_tenant_shares.py $(ARGS)
+
+# Damaged files of weights: 100,000 of GGUF and of safetensors, each read or refused in one line; a quarter of an hour.
+damage-test: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 100 --timeout 3600 \
+	  tests/property/test_damaged_files.py $(ARGS)
 
 # The kernels for instruction sets that this x86-64 CPU may lack, a minute or two each.
 EMULATED ?= amx avx512_bf16 avx512_vnni avx512 avx2_vnni

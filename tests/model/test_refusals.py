@@ -153,7 +153,7 @@ BROKEN: dict[str, tuple[Break, str, str]] = {  # by what is wrong: how, the file
     "quantised by others": (option(quantization_config={"bits": 4}), CONFIG, "quantization_config"),
     "no weights": (without(WEIGHTS), "", "no file ends with .safetensors"),
     "pickled weights": (renamed(WEIGHTS, "pytorch_model.bin"), "", "the weights are pickled, which can run code"),
-    "weights for llama.cpp": (renamed(WEIGHTS, "model.gguf"), "", "GGUF files are not read"),
+    "weights for llama.cpp": (renamed(WEIGHTS, "model.gguf"), "model.gguf", "not a GGUF file"),
     "an adapter": (renamed(CONFIG, "adapter_config.json"), "", "an adapter (LoRA), not a model"),
     "weights cut short": (cut(WEIGHTS, 5000), WEIGHTS, "not a complete safetensors file"),
     "weights of no bytes": (cut(WEIGHTS, 0), WEIGHTS, "not a complete safetensors file"),

@@ -10,14 +10,17 @@ import errno
 import json
 import logging
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub import constants, errors
-from huggingface_hub.hf_api import ModelInfo
 
 from quire_engine.errors import ModelLoadError
+from quire_engine.gguf import shards
+from quire_server.checkpoint.gguf_folder import TOKENIZER_FILES, listed, models, of_quantisation, shard_names
 from quire_server.checkpoint.inspect import trouble_of_files
 
 _TEXT = (
@@ -48,28 +51,88 @@ def snapshot(name: str, *, revision: str | None, cache: Path | None, weights: bo
             f"{name}: not in the cache at {where}, and HF_HUB_OFFLINE is set; download it where there is a network,"
             f" or name a directory"
         )
-    try:
-        info = huggingface_hub.HfApi(library_name="quire").model_info(name, revision=revision, files_metadata=True)
-        _announce(info, name, where, wanted, weights=weights)
-        path = huggingface_hub.snapshot_download(
-            name,
-            revision=revision,
-            cache_dir=cache,
-            library_name="quire",
-            allow_patterns=list(wanted),
-            ignore_patterns=list(_NOT),
+    with _naming(name, revision, where):
+        files = _listing(name, revision)
+        if weights and (reason := trouble_of_files([file for file in files if "/" not in file])):
+            raise ModelLoadError(f"{name}: {reason}")
+        if "tokenizer.json" not in files:
+            raise ModelLoadError(f"{name}: there is no tokenizer.json in this repository, the only kind that is read")
+        _announce(files, name, where, wanted)
+        return _download(name, revision, cache, wanted)
+
+
+def gguf_file(name: str, tag: str, *, revision: str | None, cache: Path | None) -> Path:
+    """The GGUF file of a repository whose name has this tag, such as Q4_K_M; the first, where a model is split.
+
+    Raises ModelLoadError.
+    """
+    folder = _snapshot(name, revision, cache, ("no file at all",))
+    if folder is not None:
+        found = of_quantisation((path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")), tag)
+        if len(found) == 1 and all(path.is_file() for path in shards(folder / found[0])):
+            log.info("%s:%s: in the cache, %s", name, tag, folder / found[0])
+            return folder / found[0]
+    where = cache or Path(constants.HF_HUB_CACHE)
+    if constants.HF_HUB_OFFLINE:
+        raise ModelLoadError(
+            f"{name}:{tag}: not in the cache at {where}, and HF_HUB_OFFLINE is set; download it where there is a"
+            " network, or name a file"
         )
+    with _naming(name, revision, where):
+        files = _listing(name, revision)
+        found = of_quantisation(files, tag)
+        if len(found) != 1:
+            several = f"{len(found)} GGUF files have" if found else "no GGUF file has"
+            raise ModelLoadError(f"{name}: {several} {tag} in the name; there are {listed(found or models(files))}")
+        wanted = (*shard_names(found[0], files), *TOKENIZER_FILES)
+        _announce(files, name, where, wanted)
+        return _download(name, revision, cache, wanted) / found[0]
+
+
+def _listing(name: str, revision: str | None) -> dict[str, int]:
+    """The files of a repository and their bytes."""
+    info = huggingface_hub.HfApi(library_name="quire").model_info(name, revision=revision, files_metadata=True)
+    return {file.rfilename: file.size or 0 for file in info.siblings or ()}
+
+
+def _download(name: str, revision: str | None, cache: Path | None, wanted: tuple[str, ...]) -> Path:
+    path = huggingface_hub.snapshot_download(
+        name,
+        revision=revision,
+        cache_dir=cache,
+        library_name="quire",
+        allow_patterns=list(wanted),
+        ignore_patterns=_ignored(wanted),
+    )
+    return Path(str(path))
+
+
+def _ignored(wanted: tuple[str, ...]) -> list[str]:
+    """Files in folders are other layouts of the same weights, unless they are asked for by their names."""
+    return [] if any("/" in each for each in wanted) else list(_NOT)
+
+
+@contextmanager
+def _naming(name: str, revision: str | None, where: Path) -> Iterator[None]:
+    """Every failure becomes one line that names the repository."""
+    try:
+        yield
     except ModelLoadError:
         raise
     except Exception as error:  # errors of the library, of several HTTP clients, and of the system
         raise ModelLoadError(f"{name}: {_reason(error, name, revision, where)}") from None
-    return Path(str(path))
 
 
 def _cached(
     name: str, revision: str | None, cache: Path | None, wanted: tuple[str, ...], *, weights: bool
 ) -> Path | None:
     """The directory in the cache, if it holds all files that are needed."""
+    folder = _snapshot(name, revision, cache, wanted)
+    return folder if folder is not None and _is_complete(folder, weights=weights) else None
+
+
+def _snapshot(name: str, revision: str | None, cache: Path | None, wanted: tuple[str, ...]) -> Path | None:
+    """The directory in the cache; None: there is none, or files are missing that the repository has."""
     try:
         path = huggingface_hub.snapshot_download(
             name,
@@ -77,14 +140,13 @@ def _cached(
             cache_dir=cache,
             local_files_only=True,
             allow_patterns=list(wanted),
-            ignore_patterns=list(_NOT),
+            ignore_patterns=_ignored(wanted),
         )
     except errors.HFValidationError:
         raise ModelLoadError(f"{name}: that cannot be a name on the Hugging Face Hub") from None
     except (OSError, ValueError):  # missing or incomplete
         return None
-    folder = Path(str(path))
-    return folder if _is_complete(folder, weights=weights) else None
+    return Path(str(path))
 
 
 def _is_complete(folder: Path, *, weights: bool) -> bool:
@@ -105,17 +167,13 @@ def _is_complete(folder: Path, *, weights: bool) -> bool:
     return all((folder / str(file)).is_file() for file in named)
 
 
-def _announce(info: ModelInfo, name: str, where: Path, wanted: tuple[str, ...], *, weights: bool) -> None:
-    """Log what will be downloaded. Raises ModelLoadError for a model that cannot be served or too little disk space."""
-    files = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    if weights and (reason := trouble_of_files([file for file in files if "/" not in file])):
-        raise ModelLoadError(f"{name}: {reason}")
-    if "tokenizer.json" not in files:
-        raise ModelLoadError(f"{name}: there is no tokenizer.json in this repository, the only kind that is read")
+def _announce(files: Mapping[str, int], name: str, where: Path, wanted: tuple[str, ...]) -> None:
+    """Log what will be downloaded. Raises ModelLoadError for too little disk space."""
+    ignored = _ignored(wanted)
     taken = {
         file: size
         for file, size in files.items()
-        if any(fnmatch(file, pattern) for pattern in wanted) and not any(fnmatch(file, pattern) for pattern in _NOT)
+        if any(fnmatch(file, pattern) for pattern in wanted) and not any(fnmatch(file, pattern) for pattern in ignored)
     }
     total = sum(taken.values())
     free = shutil.disk_usage(next(path for path in (where, *where.absolute().parents) if path.exists())).free

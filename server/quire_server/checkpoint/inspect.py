@@ -6,21 +6,21 @@ Promises: common other formats are called by their names, with an alternative. M
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection
 from pathlib import Path
 
 from quire_engine.config import ARCHITECTURES, ModelImplementation, entry_of
 from quire_engine.errors import ModelLoadError
+from quire_server.checkpoint.gguf_folder import SUFFIX, listed, models
 
-_GGUF = "GGUF files are not read; use the repository with the same model as safetensors"
+_GGUF = "it has GGUF files; add a colon and what the name of one of them ends with, such as :Q4_K_M; there are"
 _MOST = 64 << 20  # maximum size of a config.json, in bytes
 
 
 def check_name(name: str, path: Path) -> None:
     """Raises ModelLoadError for a name of a known other format that is neither a directory nor a repository."""
-    if path.suffix.lower() == ".gguf" or re.fullmatch(r"[\w.-]+/[\w.-]+:[\w.]+", name):
-        raise ModelLoadError(f"{name}: {_GGUF}")
+    if path.suffix.lower() == SUFFIX:
+        raise ModelLoadError(f"{name}: there is no such GGUF file")
     if path.is_file():
         raise ModelLoadError(
             f"{name}: a file; name the directory of the checkpoint, with config.json and tokenizer.json"
@@ -33,6 +33,12 @@ def check_checkpoint(folder: Path, model_impl: ModelImplementation = "auto") -> 
     Architectures that have no entry of ours are left to the engine, except with "native".
     """
     names = {path.name for path in folder.iterdir()}
+    if "config.json" in names and models(names) and not any(name.endswith(".safetensors") for name in names):
+        if model_impl == "transformers":
+            raise ModelLoadError(
+                "GGUF files are computed by entries of ours, not by transformers; set model_impl to auto"
+            )
+        return  # `unfolded` has checked them
     if reason := trouble_of_files(names):
         raise ModelLoadError(f"{folder}: {reason}")
     architecture = _architecture(folder / "config.json")
@@ -49,7 +55,7 @@ def trouble_of_files(names: Collection[str]) -> str:
     if "config.json" in names and ".safetensors" in ends:
         return ""
     troubles = (
-        (".gguf" in ends, _GGUF),
+        (SUFFIX in ends, f"{_GGUF} {listed(models(names))}"),
         (
             "adapter_config.json" in names,
             "an adapter (LoRA), not a model; merge it into its model and serve the result",

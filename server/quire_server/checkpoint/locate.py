@@ -1,4 +1,4 @@
-"""Resolves a model's name to the directory of its checkpoint: local, cached or downloaded.
+"""Resolves a model's name to the directory of its checkpoint: local, cached, downloaded, or made for a GGUF file.
 
 Promises: the returned settings name directories; a name that cannot be served leads to one line that explains why. Must
 not know: HTTP, torch.
@@ -14,10 +14,12 @@ from typing import Protocol, cast
 from quire_engine.config import draft_model
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ModelLoadError
+from quire_server.checkpoint.gguf_folder import gguf_of, is_gguf, short_name, unfolded
 from quire_server.checkpoint.inspect import check_checkpoint, check_name
 from quire_server.settings import DEMO_MODEL, Settings
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_FILE = re.compile(rf"(?P<name>{_HUB_ID.pattern}):(?P<tag>[\w.-]+)")  # of a repository of GGUF files
 _PAGE = re.compile(r"https?://(huggingface\.co|hf\.co)/")
 
 
@@ -30,10 +32,10 @@ def localized(settings: Settings) -> Settings:
     where = (settings.revision, settings.download_dir)
     if settings.model != DEMO_MODEL:
         name = _PAGE.sub("", settings.model)
-        folder = checkpoint_directory(name, *where)
+        folder = checkpoint_directory(name, *where, tokenizer=settings.tokenizer is None)
         check_checkpoint(folder, settings.model_impl)
-        if not Path(settings.model).is_dir():
-            names = settings.served_model_name or tuple(dict.fromkeys((name, settings.model)))
+        if folder != Path(settings.model):
+            names = settings.served_model_name or tuple(dict.fromkeys((_own_name(name), settings.model)))
             changed = {"model": str(folder), "served_model_name": names}
     if settings.tokenizer is not None and not Path(settings.tokenizer).is_dir():
         folder = checkpoint_directory(settings.tokenizer, *where, setting="--tokenizer", weights=False)
@@ -49,6 +51,14 @@ def localized(settings: Settings) -> Settings:
     return settings.model_copy(update=changed) if changed else settings
 
 
+def _own_name(name: str) -> str:
+    """The name under which a model is served: a repository's, or that of the file or the directory."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve().name
+    return short_name(path.name) if is_gguf(path) else name
+
+
 def checkpoint_directory(
     name: str,
     revision: str | None = None,
@@ -56,24 +66,33 @@ def checkpoint_directory(
     *,
     setting: str = "--model",
     weights: bool = True,
+    tokenizer: bool = True,
 ) -> Path:
-    """The local directory of that name, or a repository from the cache or the hub.
+    """The local directory of that name, or a repository from the cache or the hub; of a GGUF file one that was made.
 
-    Raises ModelLoadError.
+    `tokenizer`: a GGUF file's is needed too. Raises ModelLoadError.
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        return path
+        found = gguf_of(path)
+        return path if found is None else unfolded(found, tokenizer=tokenizer)
+    if is_gguf(path):
+        return unfolded(path, tokenizer=tokenizer)
+    if match := _HUB_FILE.fullmatch(name):
+        file = _hub().gguf_file(match["name"], match["tag"], revision=revision, cache=download_dir)
+        return unfolded(file, tokenizer=tokenizer)
     check_name(name, path)
     if not _HUB_ID.fullmatch(name):
         raise ModelLoadError(
             f"{setting} {name}: there is no such directory, and it is no name on the Hugging Face Hub, such as"
-            " Qwen/Qwen3-0.6B"
+            " Qwen/Qwen3-0.6B, or of a GGUF file there, such as Qwen/Qwen3-0.6B-GGUF:Q8_0"
         )
-    hub = cast(
-        _Hub, import_module("quire_server.checkpoint.hub")
-    )  # the import takes half a second; a local directory does not need it
-    return hub.snapshot(name, revision=revision, cache=download_dir, weights=weights)
+    return _hub().snapshot(name, revision=revision, cache=download_dir, weights=weights)
+
+
+def _hub() -> _Hub:
+    """The import takes half a second; a local directory does not need it."""
+    return cast(_Hub, import_module("quire_server.checkpoint.hub"))
 
 
 class _Hub(Protocol):
@@ -81,4 +100,8 @@ class _Hub(Protocol):
 
     def snapshot(self, name: str, *, revision: str | None, cache: Path | None, weights: bool) -> Path:
         """The directory with the files of a repository."""
+        ...
+
+    def gguf_file(self, name: str, tag: str, *, revision: str | None, cache: Path | None) -> Path:
+        """One file of a repository."""
         ...

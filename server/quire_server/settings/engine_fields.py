@@ -49,7 +49,9 @@ class EngineFields(BaseModel):
 
     # -- Model
     model: str = option(
-        DEMO_MODEL, "Model", "directory of a Hugging Face checkpoint, its name on the Hub, or the embedded quire-demo"
+        DEMO_MODEL,
+        "Model",
+        "directory of a checkpoint, a GGUF file, the name of either on the Hub, or the embedded quire-demo",
     )
     served_model_name: Names = option(
         (),

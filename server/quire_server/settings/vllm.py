@@ -356,7 +356,7 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_never("hf-config-path", "config.json is read from the checkpoint"),
     *_only("hf-overrides", "{}", "config.json is taken as it is; change the file", "json"),
     *_never("rope-scaling rope-theta", "change config.json"),
-    *_only("load-format", "auto hf safetensors", "weights are read from safetensors files"),
+    *_only("load-format", "auto hf safetensors gguf", "weights are read from safetensors or GGUF files"),
     *_only("config-format", "auto hf", "config.json is read"),
     *_any("safetensors-load-strategy pt-load-map-location", "how files are read changes no answer"),
     *_any("safetensors-prefetch-block-size safetensors-prefetch-num-threads", "how files are read changes no answer"),

@@ -148,7 +148,7 @@ def test_what_refuses_requests_of_a_server_does_not_refuse_a_script(monkeypatch:
     ("arguments", "error", "text"),
     [
         ({"model": "/nowhere/Llama-3.2-1B"}, ValueError, "model /nowhere/Llama-3.2-1B: there is no such directory"),
-        ({"model": "nowhere/model.gguf"}, ValueError, "GGUF files are not read"),
+        ({"model": "nowhere/model.gguf"}, ValueError, "there is no such GGUF file"),
         ({"tensor_parallel_size": 2}, ValueError, "one device; leave it out or set it to 1"),
         ({"max_modle_len": 5}, TypeError, "no argument 'max_modle_len'; did you mean max_model_len?"),
         ({"trust_remote_code": True}, TypeError, "no argument 'trust_remote_code'; it has async_scheduling, attention"),

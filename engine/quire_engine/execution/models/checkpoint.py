@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint directory, memory-mapped and checked before anything is read.
+"""The safetensors or GGUF files of a checkpoint directory, memory-mapped and checked before anything is read.
 
 Shard names stay inside the directory; every failure is a ModelLoadError that names the file.
 """
@@ -15,11 +15,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.options import read_json_object
+from quire_engine.gguf import PLAIN, StoredTensor, read_gguf
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -48,7 +50,7 @@ class _Slice(Protocol):
 
 
 class _File(Protocol):
-    """An open safetensors file."""
+    """An open file of tensors."""
 
     def keys(self) -> list[str]: ...
     def get_slice(self, name: str) -> _Slice: ...
@@ -60,6 +62,7 @@ class _Entry(NamedTuple):
     file: _File
     pages: FilePages
     stored: str  # the tensor's name in the file
+    num_bytes: int
 
 
 class _Decoded(NamedTuple):
@@ -107,7 +110,7 @@ class Checkpoint:
 
     def _size(self, name: str) -> int:
         sharers = self._decoded[name].sharers if name in self._decoded else 1
-        return sum(map(_num_bytes, self._stored(name))) // sharers
+        return sum(entry.num_bytes for entry in self._stored(name)) // sharers
 
     def _stored(self, name: str) -> list[_Entry]:
         """The entries that a tensor is read from; messages name the first."""
@@ -116,7 +119,7 @@ class Checkpoint:
         return [self._entries[name]]
 
     def stored_as(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """The type, as safetensors names it, and the shape of a tensor of the files."""
+        """The type, as the files' format names it, and the shape of a tensor of the files."""
         found = _slice(self._entries[name])
         return found.get_dtype(), tuple(found.get_shape())
 
@@ -166,7 +169,7 @@ class Checkpoint:
         self._latest = None
         for entry in self._stored(name):
             if entry.stored in self._addresses:
-                entry.pages.release(self._addresses[entry.stored], _num_bytes(entry))
+                entry.pages.release(self._addresses[entry.stored], entry.num_bytes)
 
     def error(self, name: str, reason: str) -> ModelLoadError:
         entry = self._stored(name)[0]
@@ -224,14 +227,52 @@ def _slice(entry: _Entry) -> _Slice:
     return entry.file.get_slice(entry.stored)
 
 
-def _num_bytes(entry: _Entry) -> int:
-    stored = _slice(entry)
+def _num_bytes(stored: _Slice) -> int:
     return math.prod(stored.get_shape()) * _BYTES.get(stored.get_dtype(), 0)
+
+
+class _GgufFile:
+    """See `_File`: a mapped GGUF file. Tensors of blocks are read as bytes, [rows, bytes of a row]."""
+
+    def __init__(self, path: Path, tensors: list[StoredTensor]) -> None:
+        self._path = path
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        self._data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> _GgufSlice:
+        return _GgufSlice(self._tensors[name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        data = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
+        dtype = _PLAIN_TYPES.get(tensor.kind.name)
+        if dtype is not None:
+            return data.view(dtype).view(tensor.shape)
+        return data.view(-1, tensor.shape[-1] // tensor.kind.values * tensor.kind.num_bytes)
+
+
+class _GgufSlice(NamedTuple):
+    tensor: StoredTensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        return self.tensor.kind.name
+
+
+_PLAIN_TYPES = dict(zip(PLAIN, (torch.float32, torch.float16, torch.bfloat16), strict=True))
 
 
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
-    """Open all safetensors files of a directory."""
+    """Open all safetensors files of a directory, or the GGUF files of one that has none."""
+    if ggufs := gguf_files(path):
+        yield _gguf_checkpoint(path, ggufs[0])
+        return
     with ExitStack() as stack:
         entries: dict[str, _Entry] = {}
         for file_path, promised in _files(path).items():
@@ -250,8 +291,28 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
             for name in names:
                 if name in entries:
                     raise ModelLoadError(f"{file_path}: tensor {name} is also in {entries[name].path.name}")
-                entries[name] = _Entry(file_path, file, pages, name)
+                entries[name] = _Entry(file_path, file, pages, name, _num_bytes(file.get_slice(name)))
         yield Checkpoint(path, entries)
+
+
+def gguf_files(path: Path) -> list[Path]:
+    """The GGUF files of a directory without safetensors."""
+    return [] if any(path.glob("*.safetensors*")) else sorted(path.glob("*.gguf"))
+
+
+def _gguf_checkpoint(path: Path, first: Path) -> Checkpoint:
+    # Messages name the file itself, and not the link to it that the server has made.
+    found = read_gguf(path / first.readlink() if first.is_symlink() else first)
+    entries: dict[str, _Entry] = {}
+    for file_path in found.files:
+        tensors = [tensor for tensor in found.tensors.values() if tensor.file == file_path]
+        try:
+            file, pages = _GgufFile(file_path, tensors), FilePages(file_path)
+        except (OSError, RuntimeError) as error:
+            raise ModelLoadError(f"{file_path}: cannot be mapped: {error}") from error
+        for tensor in tensors:
+            entries[tensor.name] = _Entry(file_path, file, pages, tensor.name, tensor.num_bytes)
+    return Checkpoint(path, entries)
 
 
 def _files(path: Path) -> dict[Path, set[str]]:
@@ -291,9 +352,12 @@ def _listed(names: set[str]) -> str:
 def fingerprint(path: Path) -> str:
     """A short digest that changes when a file of the checkpoint is replaced or written to; contents are not read."""
     digest = hashlib.sha256()
-    for file in [*sorted(path.glob("*.safetensors*")), path / "config.json"]:
+    ggufs = gguf_files(path)
+    for file in ggufs or [*sorted(path.glob("*.safetensors*")), path / "config.json"]:
         status = file.stat()
         digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns} {status.st_ino}\n".encode())
+    if ggufs:  # whose configuration is derived from them at each start
+        digest.update((path / "config.json").read_bytes())
     return digest.hexdigest()[:16]
 
 

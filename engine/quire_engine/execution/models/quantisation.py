@@ -11,7 +11,7 @@ from typing import Literal
 
 from quire_engine.execution.models.options import Options
 
-Method = Literal["gptq", "awq", "fp8", "mxfp4", "pack-quantized", "int-quantized", "float-quantized"]
+Method = Literal["gptq", "awq", "fp8", "mxfp4", "pack-quantized", "int-quantized", "float-quantized", "gguf"]
 _KEY = "quantization_config"
 # Keys of how the numbers were found, and of the kernels that others compute them with. The names of the tensors say
 # which matrices are quantised.
@@ -78,7 +78,7 @@ _OTHERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantisation:
-    """The form of quantised matrices [N, K]: value = (stored - zero point) * scale."""
+    """The form of quantised matrices [N, K]: value = (stored - zero point) * scale. Of GGUF each says its own."""
 
     method: Method
     bits: int = 8
@@ -86,8 +86,12 @@ class Quantisation:
     zero_offset: int = 0  # to be added to stored zero points
     block: tuple[int, int] | None = None  # rows and columns that share a scale; None: one a row, or one
     symmetric: bool = False  # pack-quantized: every zero point is the middle, and none is stored
+    types: str = ""  # gguf: the types of the matrices
+    interleaved: bool = False  # gguf: what rotates together in a head of queries or keys lies side by side
 
     def __str__(self) -> str:
+        if self.method == "gguf":
+            return f"GGUF, {self.types}"
         names = {"gptq": f"GPTQ, {self.bits} bits", "awq": "AWQ, 4 bits", "fp8": "FP8", "mxfp4": "MXFP4"}
         return names.get(self.method, f"compressed-tensors, {self.method}, {self.bits} bits")
 
@@ -111,6 +115,9 @@ def quantisation_of(options: Options) -> Quantisation | None:
         found = Quantisation(method="mxfp4", bits=4, group_size=32)
     elif method == "compressed-tensors":
         found = _compressed_tensors(section)
+    elif method == "gguf":  # as the server derives it from the file's metadata
+        interleaved = section.boolean("interleaved", False)
+        found = Quantisation(method="gguf", types=section.text("types", ""), interleaved=interleaved)
     else:
         use = _OTHERS.get(method, "a GPTQ, AWQ or FP8 version of the model")
         raise section.error(f"quant_method={method!r} is not read; use {use}")

@@ -1,4 +1,4 @@
-"""From a checkpoint's safetensors files, or an image of packed weights, to a decoder.
+"""From a checkpoint's files, or an image of packed weights, to a decoder.
 
 The files hold exactly the tensors that the configuration implies, or a ModelLoadError says which do not.
 """
@@ -22,6 +22,7 @@ from quire_engine.execution.models.config import ExpertsConfig, ModelConfig, Rop
 from quire_engine.execution.models.decoder import Decoder, Weights
 from quire_engine.execution.models.dequantising import decode_quantised
 from quire_engine.execution.models.experts import expert_shapes, is_expert, most_expert_bytes, take_experts
+from quire_engine.execution.models.gguf_tensors import take_gguf
 from quire_engine.execution.packed.image import ALIGNMENT, Image, ImageWriter
 from quire_engine.execution.progress import Progress, Tell, tell_nobody
 from quire_engine.kv_groups import KVLayout, one_group
@@ -101,7 +102,9 @@ def take_text(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
     Of quantised matrices the checkpoint has the decoded ones from here on.
     """
-    if config.quantisation is not None:
+    if config.quantisation is not None and config.quantisation.method == "gguf":
+        take_gguf(checkpoint, config)
+    elif config.quantisation is not None:
         decode_quantised(checkpoint, config.quantisation)
     checkpoint.drop(lambda name: name.endswith(".rotary_emb.inv_freq"))  # derived, saved by old exporters
     take_experts(checkpoint, config)

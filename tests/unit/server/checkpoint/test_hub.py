@@ -20,6 +20,7 @@ from quire_engine.execution.models.families import FAMILIES
 from quire_server.checkpoint.inspect import check_checkpoint
 from quire_server.checkpoint.locate import localized
 from quire_server.settings import Settings
+from support.gguf_models import make_gguf
 from support.loopback_hub import COMMIT, LoopbackHub, serving
 
 # The library reads its variables when it is imported: each story is a process.
@@ -62,6 +63,20 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackHub]:
         for file in files:
             (repositories[name] / file).write_text("{}")
     with serving(LoopbackHub(repositories, gated=frozenset({"org/gated"}))) as served:
+        yield served
+
+
+@pytest.fixture
+def gguf_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackHub]:
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "BF16").mkdir()
+    first, _ = make_gguf(tmp_path_factory.mktemp("made"), "qwen3", shards=2)
+    for path in first.parent.glob("*.gguf"):
+        shutil.copy(path, folder / "BF16" / path.name)
+    whole, _ = make_gguf(tmp_path_factory.mktemp("made"), "qwen3")
+    shutil.copy(whole, folder / "tiny-Q4_K_M.gguf")
+    (folder / "README.md").write_text("words")
+    with serving(LoopbackHub({"org/files": folder})) as served:
         yield served
 
 
@@ -123,7 +138,7 @@ def test_what_the_hub_refuses_is_one_line(hub: LoopbackHub, tmp_path: Path):
     expected = [
         f"there is no such model at {hub.url}, or it is private and needs HF_TOKEN",
         f"gated: accept its terms at {hub.url}/org/gated, then set HF_TOKEN",
-        "GGUF files are not read",
+        "it has GGUF files; add a colon and what the name of one of them ends with, such as :Q4_K_M; there are model",
         "an adapter (LoRA)",
         "the weights are pickled",
         "there is no tokenizer.json",
@@ -136,6 +151,40 @@ def test_what_the_hub_refuses_is_one_line(hub: LoopbackHub, tmp_path: Path):
     assert not list(tmp_path.rglob("*.gguf"))
     (gated,), _ = ask(hub, tmp_path, {"model": "org/gated"}, HF_TOKEN="hf_good")
     assert gated[1] == ["org/gated"]
+
+
+def test_one_gguf_file_of_a_repository_is_downloaded(gguf_hub: LoopbackHub, tmp_path: Path):
+    (small, split, again), said = ask(
+        gguf_hub, tmp_path, *({"model": f"org/files:{tag}"} for tag in ("q4_k_m", "BF16", "Q4_K_M"))
+    )
+    snapshot = tmp_path / "hub" / "models--org--files" / "snapshots" / COMMIT
+    assert small[1] == ["org/files:q4_k_m"], (small, split)
+    assert again[1] == ["org/files:Q4_K_M"]
+    assert split[1] == ["org/files:BF16"], split
+    assert "org/files: downloading 1 files" in said
+    names = sorted(path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if not path.is_dir())
+    assert names == ["BF16/qwen3-00001-of-00002.gguf", "BF16/qwen3-00002-of-00002.gguf", "tiny-Q4_K_M.gguf"]
+
+    gguf_hub.requests.clear()
+    (cached, offline), said = ask(gguf_hub, tmp_path, *[{"model": "org/files:BF16"}] * 2)
+    assert [cached[1], offline[1]] == [["org/files:BF16"]] * 2, cached
+    assert gguf_hub.requests == []
+    assert "in the cache" in said
+    assert ask(gguf_hub, tmp_path, {"model": "org/files:Q4_K_M"}, HF_HUB_OFFLINE="1")[0][0][1] == ["org/files:Q4_K_M"]
+
+    refused, _ = ask(gguf_hub, tmp_path, *({"model": name} for name in ("org/files:Q9", "org/files", "org/none:Q8_0")))
+    for line, words in zip(
+        refused,
+        (
+            "org/files: no GGUF file has Q9 in the name; there are BF16/qwen3-00001-of-00002.gguf, tiny-Q4_K_M.gguf",
+            "org/files: it has GGUF files; add a colon and what the name of one of them ends with, such as :Q4_K_M",
+            "org/none: there is no such model",
+        ),
+        strict=True,
+    ):
+        assert words in str(line)
+    (offline,), _ = ask(gguf_hub, tmp_path, {"model": "org/files:Q8_0"}, HF_HUB_OFFLINE="1")
+    assert "org/files:Q8_0: not in the cache" in str(offline)
 
 
 def test_without_the_hub(tmp_path: Path):
@@ -154,7 +203,6 @@ def test_without_the_hub(tmp_path: Path):
         ("./nowhere/else", "there is no such directory"),
         ("a/b/c", "there is no such directory"),
         ("model.gguf", "GGUF"),
-        ("org/model-GGUF:Q4_K_M", "GGUF"),
     ],
 )
 def test_names_that_are_none_on_the_hub(name: str, words: str):

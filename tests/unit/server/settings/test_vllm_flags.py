@@ -124,7 +124,7 @@ def test_a_script_for_vllm_starts_unchanged():
         ("--speculative-config.draft_depth 2", "a JSON object with the keys method, model, "),
         ("--hf-overrides.rope_scaling.factor 2", "--hf-overrides {"),
         ("--distributed-executor-backend ray", "only mp or uni"),
-        ("--load-format gguf", "safetensors"),
+        ("--load-format tensorizer", "safetensors"),
         ("--attention-backend FLASHINFER", "--attention"),
         ("--hf-token hf_secret", "HF_TOKEN"),
         ("--disable-access-log-for-endpoints /health,/v1/models", "only these have no line"),

@@ -1,0 +1,322 @@
+"""The tokenizer that a GGUF file describes, as the tokenizer.json of the model that it was converted from.
+
+Promises: the vocabulary, merges and special tokens are the file's; a way of splitting text that is not known is refused
+by name, since guessing it would change tokens. Must not know: torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire_engine.gguf import Metadata, shown
+
+_KEY = "tokenizer.ggml."
+_ADVICE = "put the model's tokenizer.json beside the file, or name its folder with --tokenizer"
+_NONE = (1 << 32) - 1  # an id that stands for none
+_MOST_WORK = 1 << 30  # characters compared to find the merges of a vocabulary
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # types of tokens; 1 is a normal one
+_SPACE = "\u2581"
+# Texts of control tokens that end a turn or a text, in files that name only one of them.
+_ENDS = frozenset(
+    [
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<|eom_id|>",
+        "</s>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "<eos>",
+        "<end_of_utterance>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    ]
+)
+_SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+_DEFAULTS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}  # of the sentencepiece style
+
+_ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+"
+_CASED_UPPER = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+_REST_OF_CASED = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Split:
+    """How text is cut into words before their bytes are merged, as the models' own tokenizer.json say."""
+
+    pattern: str = ""  # empty: that of GPT-2
+    digits_alone: bool = False
+    composed: bool = False  # Unicode is brought into form C first
+    whole_words: bool = False  # a word that is a token is not made of merges
+    adds_bos: bool = False
+
+
+_OF_GPT2 = _Split()
+_OF_CODE = _Split(digits_alone=True)
+_OF_LLAMA3 = _Split(pattern=rf"{_ENGLISH}|{_WORD}|\p{{N}}{{1,3}}|{_REST}", whole_words=True, adds_bos=True)
+_OF_GPT4 = _Split(pattern=_OF_LLAMA3.pattern)
+_OF_DISTILLED_QWEN = _Split(pattern=rf"{_ENGLISH}|{_WORD}|\p{{N}}|{_REST}")
+_OF_QWEN = _Split(pattern=_OF_DISTILLED_QWEN.pattern, composed=True)
+_OF_QWEN35 = _Split(
+    pattern=rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    composed=True,
+)
+_OF_TEKKEN = _Split(pattern=rf"{_CASED}|{_CASED_UPPER}|\p{{N}}|{_REST_OF_CASED}", whole_words=True, adds_bos=True)
+_OF_GPT4O = _Split(pattern=rf"{_CASED}{_ENGLISH}?|{_CASED_UPPER}{_ENGLISH}?|\p{{N}}{{1,3}}|{_REST_OF_CASED}")
+_OF_SEED = _Split(pattern=rf"{_ENGLISH}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+")
+# The values of tokenizer.ggml.pre.
+_SPLITS = {
+    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3", "falcon3", "pixtral"), _OF_LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _OF_GPT4),
+    **dict.fromkeys(("qwen2", "megrez"), _OF_QWEN),
+    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), _OF_DISTILLED_QWEN),
+    "qwen35": _OF_QWEN35,
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4", "mpt"), _OF_GPT2),
+    **dict.fromkeys(("starcoder", "refact", "smollm", "codeshell", "exaone", "minerva-7b"), _OF_CODE),
+    "command-r": _Split(digits_alone=True, composed=True),
+    "tekken": _OF_TEKKEN,
+    **dict.fromkeys(("gpt-4o", "llama4"), _OF_GPT4O),
+    "seed-coder": _OF_SEED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecialTokens:
+    """The ids and texts that a file names, and what it says of chats."""
+
+    texts: Mapping[str, str]  # by the names of tokenizer_config.json
+    end_ids: tuple[int, ...]  # that end a text
+    bos_id: int | None
+    chat_template: str | None
+
+    def config(self, max_length: object) -> dict[str, object]:
+        """The file tokenizer_config.json."""
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": max_length,
+            "clean_up_tokenization_spaces": False,
+            **self.texts,
+            **({} if self.chat_template is None else {"chat_template": self.chat_template}),
+        }
+
+
+class GgufVocabulary:
+    """The tokens of a file. Raises ModelLoadError for what does not fit together."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+        tokens = metadata.texts(_KEY + "tokens")
+        self.model = metadata.text(_KEY + "model", "none")
+        if not tokens:
+            raise self._error("tokens", "there are no tokens")
+        self.tokens = [token or f"[EMPTY_{place}]" for place, token in enumerate(tokens)]
+        self._ids = {token: place for place, token in enumerate(self.tokens)}
+        if len(self._ids) != len(self.tokens):
+            twice = next(token for place, token in enumerate(self.tokens) if self._ids[token] != place)
+            raise self._error("tokens", f"{shown(twice)} is there twice")
+        types = metadata.integers(_KEY + "token_type")
+        if types is not None and len(types) != len(tokens):
+            raise self._error("token_type", f"{len(types)} values for {len(tokens)} tokens")
+        self._types = types or [1] * len(tokens)
+
+    def special(self) -> SpecialTokens:
+        """The special tokens, by the keys that name them and by their texts."""
+        ids = {name: self._id(key, _DEFAULTS.get(name)) for name, key in _SPECIAL.items()}
+        named = [ids["eos_token"], self._id("eot_token_id"), self._id("eom_token_id")]
+        told = [
+            place
+            for place, token in enumerate(self.tokens)
+            if token in _ENDS and self._types[place] == _CONTROL and not self._is_channel_end(token)
+        ]
+        ends = dict.fromkeys(each for each in [*named, *told] if each is not None)
+        template = self._metadata.raw("tokenizer.chat_template")
+        return SpecialTokens(
+            texts={name: self.tokens[place] for name, place in ids.items() if place is not None},
+            end_ids=tuple(ends),
+            bos_id=ids["bos_token"],
+            chat_template=None if template is None else self._metadata.text("tokenizer.chat_template"),
+        )
+
+    def tokenizer(self) -> dict[str, Any]:
+        """The file tokenizer.json."""
+        if self.model == "gpt2":
+            return self._byte_level()
+        if self.model == "llama":
+            return self._sentencepiece()
+        raise self._error("model", f"{shown(self.model)} is not read; {_ADVICE}")
+
+    def _error(self, key: str, reason: str) -> Exception:
+        return self._metadata.error(f"{_KEY}{key}: {reason}")
+
+    def _is_channel_end(self, token: str) -> bool:
+        """Models that answer in channels end each with <|end|>, and all with <|return|>."""
+        return token == "<|end|>" and "<|return|>" in self._ids
+
+    def _id(self, key: str, default: int | None = None) -> int | None:
+        value = self._metadata.raw(_KEY + key)
+        if value is None and self.model == "llama" and default is not None:
+            value = default if default < len(self.tokens) else None
+        if value is None or value == _NONE:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(self.tokens):
+            raise self._error(key, f"{shown(value)} is none of {len(self.tokens)} tokens")
+        return value
+
+    def _added(self) -> list[dict[str, Any]]:
+        """Tokens that are found in a text before it is cut into words."""
+        kinds = {_CONTROL: True, _UNKNOWN: True, _USER_DEFINED: False}
+        return [
+            {
+                "id": place,
+                "content": self.tokens[place],
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": kinds[kind],
+            }
+            for place, kind in enumerate(self._types)
+            if kind in kinds
+        ]
+
+    def _byte_level(self) -> dict[str, Any]:
+        pre = self._metadata.text(_KEY + "pre", "default")
+        split = _SPLITS.get(pre)
+        if split is None:
+            raise self._error("pre", f"the way of splitting text {shown(pre)} is not known; {_ADVICE}")
+        steps: list[dict[str, Any]] = []
+        if split.digits_alone:
+            steps.append({"type": "Digits", "individual_digits": True})
+        if split.pattern:
+            steps.append(
+                {"type": "Split", "pattern": {"Regex": split.pattern}, "behavior": "Isolated", "invert": False}
+            )
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+        steps.append({**level, "use_regex": not split.pattern})
+        return {
+            **self._frame(adds_bos=split.adds_bos),
+            "normalizer": {"type": "NFC"} if split.composed else None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+            "decoder": {**level, "use_regex": True},
+            "model": self._bpe(self._merges(), ignore_merges=split.whole_words),
+        }
+
+    def _merges(self) -> list[list[str]]:
+        found = []
+        for place, merge in enumerate(self._metadata.texts(_KEY + "merges")):
+            cut = merge.find(" ", 1)
+            left, right = merge[:cut], merge[cut + 1 :]
+            if cut < 0 or not {left, right, left + right} <= self._ids.keys():
+                raise self._error("merges", f"number {place}, {shown(merge)}, is not made of tokens")
+            found.append([left, right])
+        if not found:
+            raise self._error("merges", f"there are none; {_ADVICE}")
+        return found
+
+    def _sentencepiece(self) -> dict[str, Any]:
+        prefix = self._metadata.boolean(_KEY + "add_space_prefix", True)
+        replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+        normalizer: dict[str, Any] = replace
+        decoders: list[dict[str, Any]] = [
+            {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ]
+        if prefix:
+            normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, replace]}
+            decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+        unknown = self._id("unknown_token_id", _DEFAULTS["unk_token"])
+        return {
+            **self._frame(adds_bos=True),
+            "normalizer": normalizer,
+            "pre_tokenizer": None,
+            "decoder": {"type": "Sequence", "decoders": decoders},
+            "model": self._bpe(
+                self._merges_of_scores(),
+                unk_token=None if unknown is None else self.tokens[unknown],
+                byte_fallback=_BYTE in self._types,
+                fuse_unk=True,
+            ),
+        }
+
+    def _merges_of_scores(self) -> list[list[str]]:
+        """Each way to make a token of two, the tokens with the highest scores first: what sentencepiece's BPE does."""
+        scores = self._metadata.floats(_KEY + "scores")
+        if scores is None or len(scores) != len(self.tokens):
+            raise self._error("scores", f"{0 if scores is None else len(scores)} values for {len(self.tokens)} tokens")
+        pieces = [place for place, kind in enumerate(self._types) if kind not in {_UNKNOWN, _CONTROL, _BYTE}]
+        if sum(len(self.tokens[place]) ** 2 for place in pieces) > _MOST_WORK:
+            raise self._error("tokens", "they are too long for their merges to be found")
+        known = {self.tokens[place]: place for place in pieces}
+        merges: list[list[str]] = []
+        for place in sorted(pieces, key=lambda place: -scores[place]):
+            token = self.tokens[place]
+            cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
+            pairs = [(known[left], known[right]) for left, right in cuts if left in known and right in known]
+            merges += [[self.tokens[left], self.tokens[right]] for left, right in sorted(pairs)]
+        return merges
+
+    def _bpe(self, merges: list[list[str]], **how: object) -> dict[str, Any]:
+        return {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            **how,
+            "vocab": self._ids,
+            "merges": merges,
+        }
+
+    def _frame(self, *, adds_bos: bool) -> dict[str, Any]:
+        """The parts that both styles share: the added tokens, and those that are put around a text."""
+        ids = {name: self._id(_SPECIAL[name], _DEFAULTS[name]) for name in ("bos_token", "eos_token")}
+        bos = ids["bos_token"] if self._metadata.boolean(_KEY + "add_bos_token", adds_bos) else None
+        eos = ids["eos_token"] if self._metadata.boolean(_KEY + "add_eos_token", False) else None
+        processor = None
+        if bos is not None or eos is not None:
+            processor = {
+                "type": "TemplateProcessing",
+                "single": self._around("A", bos, eos),
+                "pair": [*self._around("A", bos, eos), *self._around("B", bos, eos)],
+                "special_tokens": {
+                    self.tokens[each]: {"id": self.tokens[each], "ids": [each], "tokens": [self.tokens[each]]}
+                    for each in (bos, eos)
+                    if each is not None
+                },
+            }
+        return {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": self._added(),
+            "post_processor": processor,
+        }
+
+    def _around(self, text: str, bos: int | None, eos: int | None) -> list[dict[str, Any]]:
+        kind = "AB".index(text)
+        before, after = (
+            [] if each is None else [{"SpecialToken": {"id": self.tokens[each], "type_id": kind}}]
+            for each in (bos, eos)
+        )
+        return [*before, {"Sequence": {"id": text, "type_id": kind}}, *after]

@@ -1,0 +1,185 @@
+"""GGUF files of every family that is read from them: the same bits as the numbers that they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quire_engine.build import resolve_plan
+from quire_engine.errors import ModelLoadError
+from quire_engine.execution.models.checkpoint import fingerprint, open_checkpoint
+from quire_engine.execution.models.config import load_model_config
+from quire_engine.execution.models.weights import take_text
+from quire_engine.gguf import read_gguf
+from quire_server.checkpoint.gguf_folder import unfolded
+from support.gguf_blocks import QUANTISED
+from support.gguf_models import ARCHITECTURES, all_of, make_gguf
+from support.limits import engine_config
+from support.model_steps import Model, random_ids
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512}  # rows of whole blocks
+WIDE_HEADS = WIDE | {"num_attention_heads": 8}
+# What files do not say, as llama.cpp has it: each fourth layer without a rotation, queries scaled by heads.
+NO_CHOICE: dict[str, dict[str, Any]] = {
+    "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3": {"query_pre_attn_scalar": 32},
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.01 * place for place in range(8)],
+    "long_factor": [1.0 + place for place in range(8)],
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
+OF_GEMMA3 = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"rope_parameters": LLAMA3, "max_position_embeddings": 131072, "hidden_size": 256}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("llama", {"head_dim": 24}),
+    ("mistral", {"sliding_window": 21}),
+    ("qwen2", {"rope_parameters": YARN}),
+    ("qwen3", {"attention_bias": True}),
+    ("gemma3", {"rope_parameters": OF_GEMMA3}),
+    ("gemma3", {"tie_word_embeddings": False}),
+    ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 64}),
+    ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": 21}),
+]
+
+
+def same_numbers(path: Path, dense: Path) -> Path:
+    folder = unfolded(path)
+    wanted = load_file(str(dense / "model.safetensors"))
+    with open_checkpoint(folder) as checkpoint:
+        take_text(checkpoint, load_model_config(folder))
+        for name in checkpoint.names:
+            found = checkpoint.tensor(name)
+            assert torch.equal(found.float(), wanted[name].float()), name
+        assert wanted.keys() - checkpoint.names <= {"lm_head.weight"}
+    return folder
+
+
+def same_logits(path: Path, dense: Path, dtype: torch.dtype = torch.float32) -> None:
+    ids = random_ids(60, vocab_size=200)
+    found, wanted = Model(path, dtype=dtype).logits(ids, 60), Model(dense, dtype=dtype).logits(ids, 60)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_a_family_has_the_bits_of_its_safetensors(family: str, tmp_path: Path) -> None:
+    path, dense = make_gguf(tmp_path, family, **NO_CHOICE.get(family, {}))
+    folder = same_numbers(path, dense)
+    assert load_model_config(folder).dtype == "float32"
+    same_logits(folder, dense)
+
+
+@pytest.mark.parametrize(("family", "overrides"), OPTIONS)
+def test_options_of_a_family_are_read_from_the_metadata(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    path, dense = make_gguf(tmp_path, family, **NO_CHOICE.get(family, {}), **overrides)
+    folder = same_numbers(path, dense)
+    found, wanted = load_model_config(folder), load_model_config(dense)
+    for name in (
+        "ropes",
+        "windows",
+        "tie_word_embeddings",
+        "qkv_bias",
+        "mlp_bias",
+        "head_dim",
+        "rotary_dim",
+        "norm_eps",
+    ):
+        assert getattr(found, name) == getattr(wanted, name), name
+    same_logits(folder, dense)
+
+
+@pytest.mark.parametrize("kind", [*QUANTISED, "F16", "BF16"])
+def test_every_type_of_matrix_has_the_bits_of_its_numbers(kind: str, tmp_path: Path) -> None:
+    path, dense = make_gguf(tmp_path, "llama", kinds=all_of(kind), **WIDE)
+    folder = same_numbers(path, dense)
+    config = load_model_config(folder)
+    assert config.dtype == ("float16" if kind == "F16" else "bfloat16")
+    assert str(config.quantisation) == f"GGUF, {kind}"
+    same_logits(folder, dense)
+    same_logits(folder, dense, torch.bfloat16)
+
+
+def mixed(name: str, shape: tuple[int, ...]) -> str:
+    """As in files that are called Q4_K_M."""
+    if len(shape) == 1:
+        return "F32"
+    return "Q6_K" if "ffn_down" in name or "attn_v" in name or "token_embd" in name else "Q4_K"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "phi3"])
+def test_a_mixture_of_types_in_several_files(family: str, tmp_path: Path) -> None:
+    path, dense = make_gguf(tmp_path, family, kinds=mixed, shards=3, **NO_CHOICE.get(family, {}), **WIDE_HEADS)
+    assert path.name == f"{family}-00001-of-00003.gguf"
+    folder = same_numbers(path, dense)
+    same_logits(folder, dense)
+    plans = [resolve_plan(engine_config(model=str(each), device="cpu", dtype="bfloat16")) for each in (folder, dense)]
+    assert plans[0].num_parameters == plans[1].num_parameters
+    assert plans[0].weights_bytes == plans[1].weights_bytes
+    assert [plan.stored_as for plan in plans] == ["GGUF, Q4_K, Q6_K", ""]
+
+
+def test_rotations_that_are_stretched_otherwise_than_llama_3s_are_taken_as_they_are(tmp_path: Path) -> None:
+    unusual = LLAMA3 | {"original_max_position_embeddings": 4096}
+    path, dense = make_gguf(tmp_path, "llama", rope_parameters=unusual, max_position_embeddings=8192, hidden_size=256)
+    folder = same_numbers(path, dense)
+    (rope,) = set(load_model_config(folder).ropes)
+    assert rope is not None
+    assert rope.rope_type == "longrope"
+    ids = random_ids(60, vocab_size=200)
+    found, wanted = Model(folder).logits(ids, 60), Model(dense).logits(ids, 60)
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_a_file_is_the_same_checkpoint_each_time_it_is_unfolded(tmp_path: Path) -> None:
+    path, _ = make_gguf(tmp_path, "qwen3")
+    first, second = unfolded(path), unfolded(path)
+    assert first != second
+    assert fingerprint(first) == fingerprint(second)
+    before = fingerprint(first)
+    data = path.read_bytes()
+    path.write_bytes(data)
+    assert fingerprint(first) != before  # written to, be it with the same content
+
+
+@pytest.mark.parametrize("damage", ["another name", "no matrix", "another shape", "infinite scales"])
+def test_tensors_that_do_not_fit_the_configuration_are_one_line(damage: str, tmp_path: Path) -> None:
+    change = {"qwen3.block_count": 3} if damage == "no matrix" else {}
+    if damage == "another shape":
+        change = {"qwen3.feed_forward_length": 64}
+    path, _ = make_gguf(tmp_path, "qwen3", kinds=all_of("Q4_0"), change=change)
+    scales = read_gguf(path).tensors["blk.1.ffn_up.weight"].offset
+    data = path.read_bytes()
+    if damage == "another name":
+        path.write_bytes(data.replace(b"blk.1.ffn_gate.weight", b"blk.1.ffn_gaze.weight"))
+    if damage == "infinite scales":
+        path.write_bytes(data[:scales] + b"\x00\x7c" + data[scales + 2 :])
+    with pytest.raises(ModelLoadError) as caught:
+        Model(unfolded(path))
+    line = str(caught.value)
+    assert "\n" not in line
+    expected = {
+        "another name": "missing tensors: model.layers.1.mlp.gate_proj.weight",
+        "no matrix": "missing tensors: model.layers.2.",
+        "another shape": "has shape [64, 96], the configuration implies [64, 64]",
+        "infinite scales": "holds values that are not finite numbers",
+    }
+    assert expected[damage] in line

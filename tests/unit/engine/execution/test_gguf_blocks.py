@@ -1,0 +1,71 @@
+"""Blocks of GGUF files: bit for bit the numbers of the format's own library, whole and apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quire_engine.execution.models import gguf_blocks
+from quire_engine.execution.models.gguf_blocks import dequantise, groups
+from quire_engine.gguf import DECODED, KINDS
+from support.gguf_blocks import QUANTISED, numbers, random_blocks
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.int32)
+
+
+def test_every_type_that_is_decoded_is_tested() -> None:
+    assert set(QUANTISED) == DECODED
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_numbers_have_the_bits_of_the_formats_library(kind: str) -> None:
+    random = np.random.default_rng(7)
+    rows = random_blocks(kind, 33, 512, random)
+    found = dequantise(kind, torch.from_numpy(rows), 2)
+    wanted = torch.from_numpy(numbers(kind, rows))
+    assert found.dtype is torch.float32
+    assert found.shape == (33, 512)
+    assert torch.equal(bits(found), bits(wanted))
+    assert 0.05 < found.abs().max() < 2  # of the size of weights, so that models of them have clear answers
+    size = next(each for each in KINDS.values() if each.name == kind)
+    assert rows.shape[1] == 512 // size.values * size.num_bytes
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_every_byte_of_a_block_is_read_as_the_library_reads_it(kind: str) -> None:
+    """Also scales that no quantiser writes, as long as they are finite numbers."""
+    rows = np.random.default_rng(3).integers(0, 256, (64, random_blocks(kind, 1, 256, np.random.default_rng(0)).size))
+    rows = rows.astype(np.uint8)
+    with np.errstate(all="ignore"):
+        wanted = torch.from_numpy(numbers(kind, rows))
+    found = dequantise(kind, torch.from_numpy(rows), 1)
+    finite = torch.isfinite(wanted)
+    assert finite.float().mean() > 0.5
+    assert torch.equal(torch.isfinite(found), finite)
+    assert torch.equal(bits(found[finite]), bits(wanted[finite]))
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_codes_and_scales_are_apart(kind: str) -> None:
+    blocks = torch.from_numpy(random_blocks(kind, 8, 256, np.random.default_rng(5)))
+    size = next(each.num_bytes for each in KINDS.values() if each.name == kind)
+    found = groups(kind, blocks.reshape(-1, size))
+    assert found.codes.dtype in {torch.uint8, torch.int8}
+    assert found.codes.shape[2] in {16, 32}
+    if found.table is not None:
+        assert len(found.table) == 16
+        assert int(found.codes.max()) < 16
+    for steps in (found.steps, found.low_steps):
+        assert steps is None or kind == "NVFP4" or bool((steps == steps.round()).all() and (steps.abs() < 256).all())
+    assert found.scale.shape == (len(found.codes), 1)
+
+
+def test_a_matrix_of_many_pieces_is_decoded_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_blocks, "_AT_ONCE", 3 * 256)
+    rows = random_blocks("Q4_K", 100, 256, np.random.default_rng(9))
+    with torch.inference_mode():
+        found = dequantise("Q4_K", torch.from_numpy(rows), 4)
+    assert torch.equal(found, torch.from_numpy(numbers("Q4_K", rows)))

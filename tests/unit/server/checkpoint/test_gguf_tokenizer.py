@@ -1,0 +1,330 @@
+"""Tokenizers of GGUF files: the tokens of the models' own, and of llama.cpp's ways to split and to merge."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+from quire_engine.demo import demo_model_path
+from quire_engine.errors import ModelLoadError
+from quire_engine.gguf import Metadata
+from quire_server.checkpoint.gguf_tokenizer import GgufVocabulary
+from quire_server.text.tokenizer import TextTokenizer
+from support.checkpoints import write_tokenizer
+from support.gguf_files import Typed
+from support.gguf_models import tokenizer_metadata
+
+WORDS = (
+    *("the", " The", "DON'T", "don't", "I'LL", "x's", "naïve", "ÜBER", "Straße", "日本語", "Привет", "한국어", "ไทย"),
+    *("हिन्दी", "😀", "👩‍👧", "1", "12", "123", "12345", "٣٤", "½", "Ⅷ", " ", "  ", "   ", "\t", "\n", "\n\n", "\r\n"),
+    *(" \n ", "!", "...", "/", "://", "_", "--", "“q”", "(a)", "e\u0301", "\u00a0", "\u200b", "ǅ", "ªº", "foo_bar"),
+    *("CamelCase", "HTTPServer", "a1b2"),
+)  # fmt: skip
+
+
+def texts(count: int, seed: int = 0, words: tuple[str, ...] = WORDS) -> list[str]:
+    chance = random.Random(seed)
+    return ["".join(chance.choices(words, k=chance.randrange(1, 12))) for _ in range(count)]
+
+
+def metadata(values: dict[str, Any]) -> Metadata:
+    plain = {key: value.value if isinstance(value, Typed) else value for key, value in values.items()}
+    return Metadata(Path("x.gguf"), plain)
+
+
+def made(values: dict[str, Any]) -> Tokenizer:
+    return Tokenizer.from_str(json.dumps(GgufVocabulary(metadata(values)).tokenizer()))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path)
+    return path
+
+
+def test_tokens_are_those_of_the_tokenizer_that_was_converted(folder: Path) -> None:
+    ours, own = made(tokenizer_metadata(folder)), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    strings = [*texts(10_000), "<|im_start|>user\nhi<|im_end|>", "<|im_start|", ""]
+    for found, wanted in zip(ours.encode_batch(strings), own.encode_batch(strings), strict=True):
+        assert found.ids == wanted.ids
+    assert ours.get_vocab() == own.get_vocab()
+    ids = [random.Random(seed).choices(range(431), k=20) for seed in range(200)]
+    assert ours.decode_batch(ids, skip_special_tokens=False) == own.decode_batch(ids, skip_special_tokens=False)
+
+
+_CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_OLD = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CASED = r"((?=[\p{L}])([^a-z]))*((?=[\p{L}])([^A-Z]))+"
+_UPPER = r"((?=[\p{L}])([^a-z]))+((?=[\p{L}])([^A-Z]))*"
+_LEAD, _SLASHES = r"[^\r\n\p{L}\p{N}]?", r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# As llama.cpp's llama-vocab.cpp splits, one expression after another.
+SPLITS = {
+    "llama-bpe": [rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"],
+    "dbrx": [rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"],
+    "qwen2": [rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}|{_TAIL}"],
+    "deepseek-r1-qwen": [rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}|{_TAIL}"],
+    "qwen35": [
+        rf"{_CONTRACTIONS}|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}"
+        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "gpt-2": [_OLD],
+    "starcoder": [r"\p{N}", _OLD],
+    "tekken": [rf"{_LEAD}{_CASED}|{_LEAD}{_UPPER}|\p{{N}}|{_SLASHES}"],
+    "gpt-4o": [rf"{_LEAD}{_CASED}{_CONTRACTIONS}?|{_LEAD}{_UPPER}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SLASHES}"],
+    "seed-coder": [
+        rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+}
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_text_is_split_as_llama_cpp_splits_it(pre: str, folder: Path) -> None:
+    ours = made(tokenizer_metadata(folder, pre))
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[pre]]
+    theirs = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    # Of words in cases its expressions know ASCII alone.
+    words = tuple(word for word in WORDS if word.isascii()) if pre in {"tekken", "gpt-4o"} else WORDS
+    for text in texts(3000, 1, words):
+        composed = normalizers.NFC().normalize_str(text) if pre in {"qwen2", "qwen35"} else text
+        found, wanted = ours.pre_tokenizer.pre_tokenize_str(composed), theirs.pre_tokenize_str(composed)
+        assert [word for word, _ in found] == [word for word, _ in wanted], text
+
+
+def test_qwens_text_is_composed_first(folder: Path) -> None:
+    ours, plain = made(tokenizer_metadata(folder, "qwen2")), made(tokenizer_metadata(folder, "deepseek-r1-qwen"))
+    assert ours.encode("cafe\u0301").ids == ours.encode("caf\u00e9").ids == plain.encode("caf\u00e9").ids
+    assert plain.encode("cafe\u0301").ids != plain.encode("caf\u00e9").ids
+
+
+def test_words_that_are_tokens_are_not_made_of_merges_where_llama_3_is_so(folder: Path) -> None:
+    values = tokenizer_metadata(folder, "llama-bpe")
+    values["tokenizer.ggml.tokens"] = [*values["tokenizer.ggml.tokens"], "xqzv"]
+    values["tokenizer.ggml.token_type"] = [*values["tokenizer.ggml.token_type"], 1]
+    assert made(values).encode("xqzv").tokens == ["xqzv"]
+    assert made(values | {"tokenizer.ggml.pre": "dbrx"}).encode("xqzv").tokens != ["xqzv"]
+
+
+# -- The sentencepiece style
+
+_SPACE = "\u2581"
+_SPM_TEXT = ["the quick brown fox jumps over the lazy dog", "a quire is four sheets of paper", "foo  bar   baz", "日本"]
+
+
+def sentencepiece(**change: Any) -> dict[str, Any]:
+    """A vocabulary as sentencepiece's BPE trains them: pieces by falling scores, bytes, control tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    lines = [_SPACE + line.replace(" ", _SPACE) for line in _SPM_TEXT] * 3
+    trainer = trainers.BpeTrainer(vocab_size=120, min_frequency=1, show_progress=False)
+    tokenizer.train_from_iterator(lines, trainer)
+    vocabulary = tokenizer.get_vocab()
+    pieces = [piece for piece in sorted(vocabulary, key=lambda piece: vocabulary[piece]) if len(piece) > 1]
+    letters = sorted(piece for piece in vocabulary if len(piece) == 1)
+    heads = ["<unk>", "<s>", "</s>"]
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    user = ["<start_of_turn>", "\n\n"]
+    tokens = [*heads, *bytes_, *user, *pieces, *letters]
+    count = len(tokens) - len(pieces) - len(letters)
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * count + [-float(place) for place in range(len(pieces) + len(letters))],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [3, 4] + [1] * (len(pieces) + len(letters)),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        **change,
+    }
+
+
+def merged(values: dict[str, Any], text: str) -> list[int]:
+    """The ids of a text by llama.cpp's llm_tokenizer_spm: the pair with the best score first, of equals the left."""
+    ids = {token: place for place, token in enumerate(values["tokenizer.ggml.tokens"])}
+    scores = values["tokenizer.ggml.scores"]
+    symbols = list(text.replace(" ", _SPACE))
+    while True:
+        pairs = [
+            (-scores[ids[left + right]], place)
+            for place, (left, right) in enumerate(itertools.pairwise(symbols))
+            if left + right in ids
+        ]
+        if not pairs:
+            break
+        _, place = min(pairs)
+        symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
+    found: list[int] = []
+    for symbol in symbols:
+        found += [ids[symbol]] if symbol in ids else [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
+    return found
+
+
+SPM_WORDS = (
+    "the",
+    "quick",
+    " ",
+    "  ",
+    "fox",
+    "jump",
+    "s",
+    "over",
+    "paper",
+    "日",
+    "本語",
+    "é",
+    "😀",
+    "z",
+    "\n",
+    "a",
+    " four",
+)
+
+
+def test_pieces_are_merged_by_their_scores() -> None:
+    values = sentencepiece()
+    ours = made(values)
+    bare = made(sentencepiece(**{"tokenizer.ggml.add_space_prefix": False}))
+    for text in texts(3000, 2, SPM_WORDS):
+        if "\n\n" in text:
+            continue
+        assert ours.encode(text, add_special_tokens=False).ids == merged(values, " " + text), text
+        assert bare.encode(text, add_special_tokens=False).ids == merged(values, text), text
+        assert ours.decode(ours.encode(text).ids) == text
+        assert bare.decode(bare.encode(text).ids) == text
+
+
+def test_special_tokens_are_found_before_text_is_split() -> None:
+    values = sentencepiece(**{"tokenizer.ggml.add_space_prefix": False})
+    ids = {token: place for place, token in enumerate(values["tokenizer.ggml.tokens"])}
+    found = made(values).encode("<start_of_turn>the\n\nfox</s>").ids
+    turn, gap = ids["<start_of_turn>"], ids["\n\n"]
+    assert found == [1, turn, *merged(values, "the"), gap, *merged(values, "fox"), 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({}, (True, False)),
+        ({"tokenizer.ggml.add_bos_token": False}, (False, False)),
+        ({"tokenizer.ggml.add_eos_token": True}, (True, True)),
+        ({"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.eos_token_id": None}, (True, False)),  # 1 and 2 of old
+    ],
+)
+def test_a_text_begins_and_ends_as_the_file_says(change: dict[str, Any], wanted: tuple[bool, bool]) -> None:
+    values = {key: value for key, value in sentencepiece(**change).items() if value is not None}
+    found = made(values).encode("the fox", "the dog").ids
+    assert (found.count(1), found.count(2)) == (2 * wanted[0], 2 * wanted[1])
+    assert (found[0] == 1) is wanted[0]
+
+
+def test_surfaces_are_known_to_the_server(folder: Path, tmp_path: Path) -> None:
+    for name, lead, values in (("bytes", "", tokenizer_metadata(folder)), ("pieces", " ", sentencepiece())):
+        path = tmp_path / name
+        path.mkdir()
+        vocabulary = GgufVocabulary(metadata(values))
+        (path / "tokenizer.json").write_text(json.dumps(vocabulary.tokenizer()))
+        (path / "tokenizer_config.json").write_text(json.dumps(vocabulary.special().config(512)))
+        loaded = TextTokenizer.load(path)
+        assert loaded.joins_bytes
+        assert loaded.vocab_size == len(values["tokenizer.ggml.tokens"])
+        for text in texts(200, 3):
+            if "\n\n" in text:  # a token of its own here, behind which a space is put as well
+                continue
+            ids = loaded.encode(text, add_special_tokens=False)
+            assert b"".join(map(loaded.token_bytes, ids)).decode() == lead + text
+    assert loaded.bos_token == "<s>"
+    assert loaded.drops_first_space
+
+
+def test_the_tokens_that_end_a_text(folder: Path) -> None:
+    values = sentencepiece()
+    assert GgufVocabulary(metadata(values)).special().end_ids == (2,)
+    tokens, types = values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"]
+    more = ["<end_of_turn>", "<|eot_id|>", "<|end|>"]
+    grown = values | {
+        "tokenizer.ggml.tokens": [*tokens, *more],
+        "tokenizer.ggml.scores": [*values["tokenizer.ggml.scores"], 0.0, 0.0, 0.0],
+        "tokenizer.ggml.token_type": [*types, 3, 4, 3],  # of which the second is ordinary text
+    }
+    first = len(tokens)
+    assert GgufVocabulary(metadata(grown)).special().end_ids == (2, first, first + 2)
+    named = grown | {"tokenizer.ggml.eot_token_id": first + 1, "tokenizer.ggml.eom_token_id": 3}
+    assert GgufVocabulary(metadata(named)).special().end_ids == (2, first + 1, 3, first, first + 2)
+    nothing = named | {"tokenizer.ggml.eot_token_id": (1 << 32) - 1}  # as converters write -1
+    assert GgufVocabulary(metadata(nothing)).special().end_ids == (2, 3, first, first + 2)
+    plain = GgufVocabulary(metadata(tokenizer_metadata(folder))).special()
+    assert set(plain.end_ids) == {0, 2}  # <|endoftext|> and <|im_end|>
+    assert plain.texts == {"eos_token": "<|im_end|>"}
+    assert plain.chat_template is not None
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "another split": ({"tokenizer.ggml.pre": "kimi-k2"}, "pre: the way of splitting text 'kimi-k2' is not known; put"),
+    "no split": (
+        {"tokenizer.ggml.pre": None},
+        "'default' is not known; put the model's tokenizer.json beside the file",
+    ),
+    "another model": ({"tokenizer.ggml.model": "t5"}, "model: 't5' is not read; put the model's tokenizer.json beside"),
+    "no model": ({"tokenizer.ggml.model": None}, "model: 'none' is not read"),
+    "no tokens": ({"tokenizer.ggml.tokens": None}, "tokens: there are no tokens"),
+    "numbers for tokens": ({"tokenizer.ggml.tokens": [1, 2]}, "tokens must be a list of strings"),
+    "a token twice": ({"tokenizer.ggml.tokens": ["a", "b", "a"]}, "tokens: 'a' is there twice"),
+    "few types": ({"tokenizer.ggml.token_type": [1]}, "token_type: 1 values for 431 tokens"),
+    "no merges": ({"tokenizer.ggml.merges": None}, "merges: there are none"),
+    "a merge of one": ({"tokenizer.ggml.merges": ["ab"]}, "merges: number 0, 'ab', is not made of tokens"),
+    "a merge of others": ({"tokenizer.ggml.merges": ["h qqq"]}, "merges: number 0, 'h qqq', is not made of tokens"),
+    "an end beyond": ({"tokenizer.ggml.eos_token_id": 431}, "eos_token_id: 431 is none of 431 tokens"),
+    "an end in words": ({"tokenizer.ggml.eos_token_id": "</s>"}, "eos_token_id: '</s>' is none of 431 tokens"),
+    "a template of numbers": ({"tokenizer.chat_template": 7}, "tokenizer.chat_template must be a string, not 7"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_one_line_that_names_the_key(name: str, folder: Path) -> None:
+    change, reason = WRONG[name]
+    values = {key: value for key, value in (tokenizer_metadata(folder) | change).items() if value is not None}
+
+    def read() -> None:
+        vocabulary = GgufVocabulary(metadata(values))
+        vocabulary.special()
+        vocabulary.tokenizer()
+
+    with pytest.raises(ModelLoadError) as caught:
+        read()
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_scores_that_do_not_fit_and_pieces_without_end_are_refused() -> None:
+    for change, reason in (
+        ({"tokenizer.ggml.scores": [0.0]}, "scores: 1 values for"),
+        ({"tokenizer.ggml.scores": None}, "scores: 0 values for"),
+        ({"tokenizer.ggml.tokens": ["x" * (1 << 16), "y"], "tokenizer.ggml.scores": [0.0, 0.0],
+          "tokenizer.ggml.token_type": [1, 1], "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 0},
+         "too long for their merges"),
+    ):  # fmt: skip
+        values = {key: value for key, value in sentencepiece(**change).items() if value is not None}
+        with pytest.raises(ModelLoadError, match=reason):
+            GgufVocabulary(metadata(values)).tokenizer()
+
+
+def test_empty_tokens_have_names_as_in_llama_cpp(folder: Path) -> None:
+    values = tokenizer_metadata(folder)
+    values["tokenizer.ggml.tokens"] = [*values["tokenizer.ggml.tokens"], "", ""]
+    values["tokenizer.ggml.token_type"] = [*values["tokenizer.ggml.token_type"], 5, 5]
+    assert made(values).id_to_token(432) == "[EMPTY_432]"
+
+
+def test_the_embedded_models_vocabulary_goes_there_and_back() -> None:
+    own = Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
+    found = made(tokenizer_metadata(demo_model_path()))
+    assert found.get_vocab() == own.get_vocab()
+    assert {token.content for token in found.get_added_tokens_decoder().values()} == {
+        token.content for token in own.get_added_tokens_decoder().values()
+    }
