@@ -26,7 +26,7 @@ from quire_engine.config import (
     KernelChoice,
     draft_model,
 )
-from quire_engine.drafts import Drafter
+from quire_engine.drafts import Drafter, most_drafted_rows
 from quire_engine.engine import StepExecutor
 from quire_engine.errors import ConfigError, ModelLoadError, NotNative
 from quire_engine.execution.constrained.grammars import Grammars
@@ -51,7 +51,7 @@ from quire_engine.limits import SchedulerConfig
 from quire_engine.machine import available_memory, usable_cores
 from quire_engine.memory_plan import PoolSize, check_model_len, host_blocks, plan_text, size_pool
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.scheduling.speculation import Speculation
+from quire_engine.scheduling.speculation import Speculate, Speculation
 from quire_kernels.kernel_set import KernelSet, KVFormat
 from quire_kernels.reference import REFERENCE
 from quire_kernels.select import select
@@ -262,9 +262,7 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     executor, swap_seconds, host_keys = _make_executor(resolved, decoder, pool, grammars)
     drafter = _make_drafter(resolved, pool, tell)
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started, swap_seconds=swap_seconds)
-    # A fault that is planted is for a request.
-    row_seconds = {} if drafter is None or config.faults else measured_rows(executor.execute, plan.scheduler)
-    speculate = None if drafter is None else partial(Speculation, drafter, row_seconds=row_seconds)
+    speculate = None if drafter is None else _speculate(resolved, plan.scheduler, drafter, executor)
     scheduler = Scheduler(plan.scheduler, host_keys=host_keys, speculate=speculate)
     return BuiltEngine(plan=plan, executor=executor, scheduler=scheduler, grammars=grammars)
 
@@ -294,6 +292,7 @@ def _make_executor(
         ahead=resolved.plans_ahead,
         grammars=grammars,
         num_host_blocks=resolved.num_host_blocks,
+        drafts=resolved.asked.speculation != "off",
         faults=resolved.asked.faults,
     )
     swap_seconds = executor.swap_seconds() if resolved.num_host_blocks else 0.0
@@ -317,6 +316,16 @@ def _make_drafter(resolved: Resolved, pool: PoolSize, tell: Tell) -> Drafter | N
     drafter = ModelDrafter(runner, num_blocks=num_blocks, block_size=block_size, max_model_len=length)
     drafter.warm_up()
     return drafter
+
+
+def _speculate(resolved: Resolved, config: SchedulerConfig, drafter: Drafter, executor: Executor) -> Speculate:
+    """Makes the part of the scheduler that adds this drafter's guesses to plans. Measures first what rows take."""
+    has_graphs, most = runs_by_itself(resolved.kernels, resolved.device), config.limits.max_num_batched_tokens
+    if has_graphs:
+        most = min(most, most_drafted_rows(config.limits.max_num_seqs))
+    # A fault that is planted is for a request.
+    measured = {} if resolved.asked.faults else measured_rows(executor.execute, config, most, has_graphs=has_graphs)
+    return partial(Speculation, drafter, row_seconds=measured, most_rows=most, plans_ahead=resolved.plans_ahead)
 
 
 def resolve(
@@ -584,10 +593,12 @@ def _own_speculation(config: EngineConfig, device: torch.device, *, has_states: 
         words = ", ".join(SPECULATIONS)
         raise ConfigError(f"speculation={asked} is unknown; set speculation to {words} or model:DIR")
     reason = ""
-    if device.type != "cpu":
-        reason = "guessed tokens are computed on a CPU only"
-    elif has_states:
+    if has_states:
         reason = "this model keeps a recurrent state, which a wrong guess would change"
+    elif device.type != "cpu" and draft_model(asked):
+        reason = "a draft model is computed on a CPU only, and suffix and outputs guess without one"
+    elif device.type != "cpu" and asked == "auto":
+        reason = "on a GPU guesses are for who asks for them, as suffix or outputs"
     if asked == "auto":
         return replace(config, speculation="off" if reason else "suffix"), f"off: {reason}" if reason else "suffix"
     if reason and asked != "off":

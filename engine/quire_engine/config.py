@@ -122,7 +122,7 @@ class EngineConfig:
     packed_cache_dir: str = "~/.cache/quire/packed"
     packed_cache_size: int = 64 << 30  # bytes of all such files
     async_scheduling: AsyncScheduling = "auto"  # plan a step while the one before it is computed; on a GPU only
-    speculation: str = "off"  # one of SPECULATIONS or model:DIR, for steps that compute several tokens; CPUs only
+    speculation: str = "off"  # one of SPECULATIONS or model:DIR, for steps that compute several tokens
     check_invariants: bool = False  # after every step, not only when idle
     faults: tuple[Fault, ...] = ()  # to be injected, for tests
 

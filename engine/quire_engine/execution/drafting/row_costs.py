@@ -22,19 +22,23 @@ _GREEDY, _STOP = SamplingParams(temperature=0.0), StopParams(max_new_tokens=1)
 def measured_rows(
     execute: Callable[[Batch], StepResult],
     config: SchedulerConfig,
+    most: int,
     *,
+    has_graphs: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[int, float]:
     """Seconds of a step by its rows, the shortest of a few; of fewer numbers of rows where steps are slow.
 
     Each step is one decode with drafts behind it, in blocks that no sequence holds yet. What it writes there is never
-    read. The result is empty where a step fails, which requests then find out.
+    read. The result is empty where a step fails, which requests then find out. `most`: rows of a step at most.
+    `has_graphs`: a step's first run captures a graph, and says nothing about later ones.
     """
     limits = config.limits
-    most = min(limits.max_num_batched_tokens, config.max_model_len, config.num_blocks * limits.block_size)
+    most = min(most, config.max_model_len, config.num_blocks * limits.block_size)
     batches = {rows: _batch(rows, limits.num_blocks_for(rows), len(config.windows)) for rows in _ROWS if rows <= most}
     found: dict[int, float] = {}
-    if not batches or _fails(execute(batches[1])):
+    first = list(batches.values()) if has_graphs else [batches[1]]
+    if any(_fails(execute(batch)) for batch in first):
         return {}
     began = clock()
     for _ in range(_ROUNDS):
