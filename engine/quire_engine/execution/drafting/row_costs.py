@@ -13,6 +13,7 @@ from quire_engine.batch import Batch, ScheduledSequence, StepResult
 from quire_engine.limits import SchedulerConfig
 from quire_engine.types import SamplingParams, StopParams
 
+MEASURED = -1  # the sequence of the steps
 _ROWS = (*range(1, 9), 12, 13, 18, 19, 24, 25, 30, 31, 36, 48, 64)  # around the ends of tiles of four and of six
 _ROUNDS = 3
 _MOST_SECONDS = 1.0  # of all rounds; a step that has begun is waited for
@@ -54,7 +55,7 @@ def measured_rows(
 
 def _batch(rows: int, num_blocks: int, num_groups: int) -> Batch:
     item = ScheduledSequence(
-        sequence_id=-1,
+        sequence_id=MEASURED,
         choice=0,
         prompt_token_ids=(),
         output_token_ids=(),
@@ -73,4 +74,4 @@ def _batch(rows: int, num_blocks: int, num_groups: int) -> Batch:
 
 
 def _fails(result: StepResult) -> bool:
-    return bool(result.errors) or any(sample.error is not None for sample in result.samples.get(-1, ()))
+    return bool(result.errors) or any(sample.error is not None for sample in result.samples.get(MEASURED, ()))
