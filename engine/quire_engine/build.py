@@ -25,15 +25,18 @@ from quire_engine.config import (
     EnginePlan,
     KernelChoice,
     draft_model,
+    eagle_head,
 )
-from quire_engine.drafts import Drafter
+from quire_engine.drafts import Drafter, most_drafted_rows
 from quire_engine.engine import StepExecutor
 from quire_engine.errors import ConfigError, ModelLoadError, NotNative
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.device import own_dtype, resolve_device
+from quire_engine.execution.drafting.eagle import EagleDrafter, Watched
+from quire_engine.execution.drafting.eagle_head import EagleConfig, EagleHead, read_eagle_config
 from quire_engine.execution.drafting.model import ModelDrafter, check_same_tokens
 from quire_engine.execution.drafting.outputs import OutputsDrafter
-from quire_engine.execution.drafting.row_costs import measured_rows
+from quire_engine.execution.drafting.row_costs import MEASURED, measured_rows
 from quire_engine.execution.drafting.suffix import SuffixDrafter
 from quire_engine.execution.executor import Executor, make_executor, runs_by_itself, spare_blocks, staging_blocks_for
 from quire_engine.execution.kernel_checks import checked, model_sizes
@@ -42,6 +45,7 @@ from quire_engine.execution.loading import Loading
 from quire_engine.execution.memory import PoolMemory, pool_memory
 from quire_engine.execution.models.checkpoint import fingerprint
 from quire_engine.execution.models.config import ModelConfig, load_model_config
+from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.parameters import Parameters, WeightMemory, count_parameters
 from quire_engine.execution.models.served import ModelFacts, ServedModel, Wanted
 from quire_engine.execution.progress import Tell, tell_nobody
@@ -51,7 +55,7 @@ from quire_engine.limits import SchedulerConfig
 from quire_engine.machine import available_memory, usable_cores
 from quire_engine.memory_plan import PoolSize, check_model_len, host_blocks, plan_text, size_pool
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.scheduling.speculation import Speculation
+from quire_engine.scheduling.speculation import Speculate, Speculation
 from quire_kernels.kernel_set import KernelSet, KVFormat
 from quire_kernels.reference import REFERENCE
 from quire_kernels.select import select
@@ -97,6 +101,7 @@ class Resolved:
     num_host_blocks: int
     num_staging_blocks: int  # of the pool, for swaps
     draft: Resolved | None = None  # the model that guesses tokens
+    eagle: EagleConfig | None = None  # the head that does
 
     @property
     def plans_ahead(self) -> bool:
@@ -155,23 +160,38 @@ class Resolved:
 
     @property
     def bytes_beside_pool(self) -> int:
-        """Bytes of the weights, of the draft model too, and of the states of sequences."""
-        return self.weights.total + self.kept_bytes + (0 if self.draft is None else self.draft.weights.total)
+        """Bytes of the weights, of the draft model's or head's too, and of the states of sequences."""
+        return self.weights.total + self.kept_bytes + self.draft_weights
+
+    @property
+    def draft_weights(self) -> int:
+        """Bytes of the weights of the model or head that guesses tokens."""
+        if self.eagle is not None:
+            return self.eagle.num_bytes(self.dtype.itemsize, self.kernels.packed_bits)
+        return 0 if self.draft is None else self.draft.weights.total
+
+    @property
+    def draft_block_bytes(self) -> int:
+        """Bytes of a block of its pool; 0: there is none."""
+        if self.eagle is not None:
+            return block_bytes(self.kernels, self.eagle.layer, self.asked.limits.block_size, self.dtype)
+        return 0 if self.draft is None else self.draft.bytes_per_block
 
     def draft_positions(self, pool: PoolSize) -> int:
-        """The longest sequence that the draft model guesses for."""
-        return 0 if self.draft is None else min(pool.max_model_len, self.draft.model.max_position_embeddings)
+        """The longest sequence that the draft model or head guesses for."""
+        most = pool.max_model_len if self.draft is None else self.draft.model.max_position_embeddings
+        return min(pool.max_model_len, most) if self.draft_block_bytes else 0
 
     def draft_blocks(self, pool: PoolSize) -> int:
         """Blocks of the draft model's pool: for all running sequences, in at most a quarter of the pool's bytes."""
-        if self.draft is None:
+        if not self.draft_block_bytes:
             return 0
         limits, most_bytes = self.asked.limits, int(pool.num_blocks * self.bytes_per_block * _DRAFT_SHARE)
         most = limits.max_num_seqs * limits.num_blocks_for(self.draft_positions(pool))
-        return max(1, min(most, most_bytes // self.draft.bytes_per_block))
+        return max(1, min(most, most_bytes // self.draft_block_bytes))
 
     def plan(self, pool: PoolSize, *, load_seconds: float = 0.0, swap_seconds: float = 0.0) -> EnginePlan:
-        asked, draft = self.asked, self.draft
+        asked = self.asked
         return EnginePlan(
             model=asked.model,
             architecture=self.model.architecture,
@@ -209,8 +229,8 @@ class Resolved:
             why_cpu_variant=self.kernels.why_variant,
             why_dtype=self.why_dtype,
             speculation=self.speculation,
-            draft_model=draft_model(asked.speculation),
-            draft_bytes=draft.weights.total + self.draft_blocks(pool) * draft.bytes_per_block if draft else 0,
+            draft_model=draft_model(asked.speculation) or eagle_head(asked.speculation),
+            draft_bytes=self.draft_weights + self.draft_blocks(pool) * self.draft_block_bytes,
             hidden_size=self.model.hidden_size,
             layer_parameters=self.parameters.for_each_token,
             sampled_parameters=self.parameters.for_sampled_tokens,
@@ -261,12 +281,12 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
         resolved.model.vocab_size,
         defaults=Path(config.generation_config) if config.generation_config else None,
     )
+    drafter = _make_drafter(resolved, pool, tell, decoder)
+    if resolved.eagle is not None and isinstance(drafter, EagleDrafter) and isinstance(decoder, Decoder):
+        decoder = Watched(decoder, resolved.eagle.entering, drafter)
     executor, swap_seconds, host_keys = _make_executor(resolved, decoder, pool, grammars)
-    drafter = _make_drafter(resolved, pool, tell)
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started, swap_seconds=swap_seconds)
-    # A fault that is planted is for a request.
-    row_seconds = {} if drafter is None or config.faults else measured_rows(executor.execute, plan.scheduler)
-    speculate = None if drafter is None else partial(Speculation, drafter, row_seconds=row_seconds)
+    speculate = None if drafter is None else _speculate(resolved, plan.scheduler, drafter, executor)
     scheduler = Scheduler(plan.scheduler, host_keys=host_keys, speculate=speculate)
     return BuiltEngine(plan=plan, executor=executor, scheduler=scheduler, grammars=grammars)
 
@@ -296,6 +316,7 @@ def _make_executor(
         ahead=resolved.plans_ahead,
         grammars=grammars,
         num_host_blocks=resolved.num_host_blocks,
+        drafts=resolved.asked.speculation != "off",
         faults=resolved.asked.faults,
     )
     swap_seconds = executor.swap_seconds() if resolved.num_host_blocks else 0.0
@@ -306,9 +327,11 @@ def _make_executor(
     return executor, swap_seconds, host_keys
 
 
-def _make_drafter(resolved: Resolved, pool: PoolSize, tell: Tell) -> Drafter | None:
+def _make_drafter(resolved: Resolved, pool: PoolSize, tell: Tell, decoder: ServedModel) -> Drafter | None:
     """The drafter that the settings name; a draft model is loaded like the model, and has a pool of its own."""
     draft, block_size, length = resolved.draft, resolved.asked.limits.block_size, resolved.draft_positions(pool)
+    if resolved.eagle is not None and isinstance(decoder, Decoder):
+        return _make_eagle(resolved, resolved.eagle, pool, tell, decoder)
     if draft is None:
         make = {"suffix": SuffixDrafter, "outputs": OutputsDrafter}.get(resolved.asked.speculation)
         return None if make is None else make()
@@ -319,6 +342,26 @@ def _make_drafter(resolved: Resolved, pool: PoolSize, tell: Tell) -> Drafter | N
     drafter = ModelDrafter(runner, num_blocks=num_blocks, block_size=block_size, max_model_len=length)
     drafter.warm_up()
     return drafter
+
+
+def _make_eagle(resolved: Resolved, eagle: EagleConfig, pool: PoolSize, tell: Tell, decoder: Decoder) -> EagleDrafter:
+    kernels, block_size = resolved.kernels, resolved.asked.limits.block_size
+    length, num_blocks = resolved.draft_positions(pool), resolved.draft_blocks(pool)
+    head = EagleHead(eagle, decoder, kernels, resolved.dtype, positions=length, tell=tell)
+    kv = KVStorage(kernels, eagle.layer, num_blocks, block_size, resolved.dtype, resolved.device)
+    sizes = {"num_blocks": num_blocks, "block_size": block_size, "max_model_len": length}
+    return EagleDrafter(head, kv.tensor, **sizes, vocab_size=resolved.model.vocab_size)
+
+
+def _speculate(resolved: Resolved, config: SchedulerConfig, drafter: Drafter, executor: Executor) -> Speculate:
+    """Makes the part of the scheduler that adds this drafter's guesses to plans. Measures first what rows take."""
+    has_graphs, most = runs_by_itself(resolved.kernels, resolved.device), config.limits.max_num_batched_tokens
+    if has_graphs:
+        most = min(most, most_drafted_rows(config.limits.max_num_seqs))
+    # A fault that is planted is for a request.
+    measured = {} if resolved.asked.faults else measured_rows(executor.execute, config, most, has_graphs=has_graphs)
+    drafter.forget(MEASURED)
+    return partial(Speculation, drafter, row_seconds=measured, most_rows=most, plans_ahead=resolved.plans_ahead)
 
 
 def resolve(
@@ -376,7 +419,28 @@ def resolve(
         num_host_blocks=num_host_blocks,
         num_staging_blocks=staging,
     )
-    return replace(resolved, draft=_resolve_draft(resolved)) if draft_model(config.speculation) else resolved
+    return _with_guesser(resolved)
+
+
+def _with_guesser(resolved: Resolved) -> Resolved:
+    """The model or head that guesses tokens too, where the settings name one. Raises ConfigError."""
+    speculation = resolved.asked.speculation
+    if eagle_head(speculation):
+        return replace(resolved, eagle=_resolve_eagle(resolved))
+    return replace(resolved, draft=_resolve_draft(resolved)) if draft_model(speculation) else resolved
+
+
+def _resolve_eagle(resolved: Resolved) -> EagleConfig:
+    """The head that guesses tokens. Raises ConfigError where it cannot be one of the model."""
+    asked, model = resolved.asked, resolved.model
+    try:
+        if resolved.implementation or not isinstance(model, ModelConfig):
+            raise ConfigError("transformers' code computes the model, whose layers it cannot read")
+        if len(resolved.layout.windows) > 1:
+            raise ConfigError("it cannot read the layers of a model some of which have a sliding window")
+        return read_eagle_config(Path(eagle_head(asked.speculation)), model)
+    except (ConfigError, ModelLoadError) as error:
+        raise ConfigError(f"speculation={asked.speculation}: the head cannot be used: {error}") from None
 
 
 def _resolve_draft(resolved: Resolved) -> Resolved:
@@ -584,14 +648,18 @@ def _own_speculation(config: EngineConfig, device: torch.device, *, has_states: 
     Raises ConfigError if speculation is asked for where a guess that turns out wrong could not be passed over.
     """
     asked = config.speculation
-    if asked not in SPECULATIONS and not draft_model(asked):
+    if asked not in SPECULATIONS and not draft_model(asked) and not eagle_head(asked):
         words = ", ".join(SPECULATIONS)
-        raise ConfigError(f"speculation={asked} is unknown; set speculation to {words} or model:DIR")
+        raise ConfigError(f"speculation={asked} is unknown; set speculation to {words}, model:DIR or eagle:DIR")
     reason = ""
-    if device.type != "cpu":
-        reason = "guessed tokens are computed on a CPU only"
-    elif has_states:
+    if has_states:
         reason = "this model keeps a recurrent state, which a wrong guess would change"
+    elif device.type != "cpu" and draft_model(asked):
+        reason = "a draft model is computed on a CPU only, and suffix and outputs guess without one"
+    elif device.type != "cpu" and eagle_head(asked):
+        reason = "EAGLE-3 heads are computed on a CPU only, and suffix and outputs guess without one"
+    elif device.type != "cpu" and asked == "auto":
+        reason = "on a GPU guesses are for who asks for them, as suffix or outputs"
     if asked == "auto":
         return replace(config, speculation="off" if reason else "suffix"), f"off: {reason}" if reason else "suffix"
     if reason and asked != "off":

@@ -22,9 +22,10 @@ AttentionChoice = Literal["auto", "triton", "flash-attn"]
 Quantization = Literal["int8", "int4"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
 AsyncScheduling = Literal["auto", "on", "off"]
-# How next tokens are guessed: auto is suffix where that can be; or by a model, `model:` and its directory.
+# How next tokens are guessed: auto is suffix where that can be; or by a model, `model:` and its directory, or by an
+# EAGLE-3 head, `eagle:` and its directory.
 SPECULATIONS = ("off", "auto", "suffix", "outputs")
-_BY_MODEL = "model:"
+_BY_MODEL, _BY_HEAD = "model:", "eagle:"
 # The supported `architectures` of a config.json, here because early checks must not import torch.
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -128,7 +129,7 @@ class EngineConfig:
     packed_cache_dir: str = "~/.cache/quire/packed"
     packed_cache_size: int = 64 << 30  # bytes of all such files
     async_scheduling: AsyncScheduling = "auto"  # plan a step while the one before it is computed; on a GPU only
-    speculation: str = "off"  # one of SPECULATIONS or model:DIR, for steps that compute several tokens; CPUs only
+    speculation: str = "off"  # one of SPECULATIONS, model:DIR or eagle:DIR, for steps that compute several tokens
     check_invariants: bool = False  # after every step, not only when idle
     faults: tuple[Fault, ...] = ()  # to be injected, for tests
 
@@ -148,6 +149,11 @@ def entry_of(architecture: str) -> str:
 def draft_model(speculation: str) -> str:
     """The directory in `model:DIR`; empty where no model guesses tokens."""
     return speculation.removeprefix(_BY_MODEL) if speculation.startswith(_BY_MODEL) else ""
+
+
+def eagle_head(speculation: str) -> str:
+    """The directory in `eagle:DIR`; empty where no head guesses tokens."""
+    return speculation.removeprefix(_BY_HEAD) if speculation.startswith(_BY_HEAD) else ""
 
 
 def engine_config(plain: Mapping[str, Any]) -> EngineConfig:
@@ -186,7 +192,7 @@ class EnginePlan:
     why_cpu_variant: str = ""  # a reason to show to the operator
     why_dtype: str = ""  # the same, where the dtype is neither asked for nor the checkpoint's
     speculation: str = ""  # how tokens are guessed, or the reason why not; empty: not asked for
-    draft_model: str = ""  # the directory of the model that guesses tokens
+    draft_model: str = ""  # the directory of the model or head that guesses tokens
     draft_bytes: int = 0  # its weights and its pool
     hidden_size: int = 0  # length of an embedding
     # The cost of a token; 0: unknown.

@@ -6,6 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 MOST_DRAFTS = 5  # of one sequence in a step, if nothing else is said
+_GPU_ROWS = 64
+
+
+def most_drafted_rows(max_num_seqs: int) -> int:
+    """Rows of a step with drafts on a GPU at most: for so many it has graphs, and room for the tokens chosen."""
+    return max(max_num_seqs, min(_GPU_ROWS, max_num_seqs * (1 + MOST_DRAFTS)))
 
 
 class Draft(NamedTuple):

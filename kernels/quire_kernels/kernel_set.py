@@ -334,6 +334,8 @@ class KernelSet:
         cos(0..D/2) then sin(0..D/2), half-split "neox" pairing), writes K and V to the row's slot, returns q.
     attention(q [T, Hq, D], shape, kv, layer, step) -> [T, Hq * D]
         Attention of every row over its sequence's positions in the paged pool, causal unless the shape says otherwise.
+        All rows' K and V are written before. So rows of one sequence may come as sequences of one row each, with the
+        same blocks and rising context lengths, as those of guessed tokens do on a GPU.
     linear(x [T, K], w, wide) -> [T, N], or None
         The projection with its bias alone, float32 where `wide`, else in x's dtype. None: `linear_add` to zeros.
     pack_router(weight [E, H], bias [E] | None) -> LinearWeight

@@ -163,6 +163,16 @@ def test_preempted_and_cached_requests_have_their_own_bits(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_guessed_tokens_change_no_bit(device):
+    """Prompts that repeat themselves, so that guesses are found, some right and some wrong."""
+    requests = _requests(9, tokens=40)
+    alone = _alone(device, requests)
+    built = build(_config(device, speculation="suffix"))
+    _check_equal(generate(built, requests), alone)
+    assert built.scheduler.stats().total_draft_tokens > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_executor_that_serves_is_the_one_that_waits_for_every_step(device):
     """Graphs, steps ahead and input that is packed change nothing that a client sees."""
     requests = _requests(12)

@@ -22,6 +22,7 @@ from quire_engine.execution.models.weights import load_decoder
 from quire_engine.execution.runner import Runner
 from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.scheduling.speculation import Speculate
 from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams, ThinkingParams
 from quire_kernels.reference import REFERENCE
 from support.checkpoints import shared_checkpoint
@@ -51,7 +52,12 @@ def asked() -> EngineConfig:
 
 
 def on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, built: BuiltEngine, *, ahead: bool, num_host_blocks: int = 0
+    monkeypatch: pytest.MonkeyPatch,
+    built: BuiltEngine,
+    *,
+    ahead: bool,
+    num_host_blocks: int = 0,
+    speculate: Speculate | None = None,
 ) -> tuple[BuiltEngine, SimulatedDevice]:
     """The same engine with the runner that a GPU would have."""
     device = SimulatedDevice()
@@ -75,9 +81,11 @@ def on_a_gpu(
         ahead=ahead,
         grammars=built.grammars,
         num_host_blocks=num_host_blocks,
+        drafts=speculate is not None,
     )
     assert isinstance(executor._runner, GpuRunner)
-    scheduler = Scheduler(replace(config, plans_ahead=ahead, num_host_blocks=num_host_blocks))
+    config = replace(config, plans_ahead=ahead, num_host_blocks=num_host_blocks)
+    scheduler = Scheduler(config, speculate=speculate)
     return BuiltEngine(plan=built.plan, executor=executor, scheduler=scheduler, grammars=built.grammars), device
 
 

@@ -18,7 +18,7 @@ from quire_engine.drafts import Draft, Wish
 from quire_engine.engine import Engine
 from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.scheduling.speculation import Speculation
+from quire_engine.scheduling.speculation import Speculation, Waiting
 from support.fake_executor import FakeExecutor, Run
 from support.fake_model import VOCAB_SIZE, extend, sample
 from support.scheduler_model import WINDOWS, policies
@@ -80,14 +80,29 @@ class Guesses:
         pass
 
 
+class ByTurns(Waiting):
+    """Plans ahead or waits, as it falls."""
+
+    def __init__(self, dice: random.Random) -> None:
+        super().__init__(has_choice=True)
+        self._dice = dice
+
+    def learn(self, rate: float) -> None:
+        self.waits = self._dice.random() < 0.6
+
+
 class Speculating(Ahead):
-    """One run, with an executor that computes one step at a time."""
+    """One run, with an executor that computes one step at a time, or is a step ahead of its results at times."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         config, guesses = self.config, Guesses(random.Random(seed))
-        self.executor = Verifier(config.limits.block_size, windows=config.windows)
-        scheduler = Scheduler(config, policies=policies(config.limits), speculate=partial(Speculation, guesses, most=4))
+        ahead = config.plans_ahead
+        self.executor = Verifier(config.limits.block_size, windows=config.windows, max_in_flight=1 + ahead)
+        speculate = partial(Speculation, guesses, most=4, plans_ahead=ahead)
+        scheduler = Scheduler(config, policies=policies(config.limits), speculate=speculate)
+        if ahead and scheduler._speculation is not None:
+            scheduler._speculation._waiting = ByTurns(random.Random(seed))
         self.run = Run(scheduler=scheduler, executor=self.executor)
         self.engine = Engine(scheduler, self.executor, check_invariants=True, clock=lambda: float(self.steps))
         self.engine.on_step = self.take
@@ -95,7 +110,7 @@ class Speculating(Ahead):
     def draw_config(self) -> SchedulerConfig:
         config, windows = super().draw_config(), self.dice.choice(WINDOWS)
         num_blocks = config.num_blocks * len(windows)
-        return replace(config, num_blocks=num_blocks, windows=windows, plans_ahead=False)
+        return replace(config, num_blocks=num_blocks, windows=windows, plans_ahead=self.dice.random() < 0.4)
 
 
 def test_random_schedules_with_drafts_give_the_tokens_without() -> None:
@@ -107,7 +122,9 @@ def test_random_schedules_with_drafts_give_the_tokens_without() -> None:
         seen += speculating.seen
         stats = speculating.run.scheduler.stats()
         seen["drafts"] += stats.total_draft_tokens
+        seen["drafts planned ahead"] += stats.total_draft_tokens * (speculating.seen["ahead"] > 0)
         seen["accepted"] += stats.total_accepted_tokens
     print(dict(seen))
     assert seen["drafts"] > seen["accepted"] > NUM_RUNS
     assert seen["preempted"] > NUM_RUNS / 10
+    assert seen["drafts planned ahead"] > NUM_RUNS / 2

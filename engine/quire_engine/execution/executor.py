@@ -16,6 +16,7 @@ import torch
 
 from quire_engine.batch import Batch, StepResult
 from quire_engine.config import Fault
+from quire_engine.drafts import most_drafted_rows
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.fault_points import FaultPoints
 from quire_engine.execution.gpu.device import CudaDevice
@@ -175,10 +176,11 @@ def make_executor(
     ahead: bool = False,
     grammars: Grammars | None = None,
     num_host_blocks: int = 0,
+    drafts: bool = False,
     faults: Iterable[Fault] = (),
 ) -> Executor:
     """`num_blocks`: those that are scheduled; `kv` has `spare_blocks` more, and behind those `staging_blocks_for` so
-    many host blocks. `ahead`: launch before the last is done."""
+    many host blocks. `ahead`: launch before the last is done. `drafts`: some steps have them."""
     planted = FaultPoints(faults, kv.tensor, limits.block_size) if faults else None
     host: HostBlocks | None = None
     if not runs_by_itself(kernels, device):
@@ -196,6 +198,7 @@ def make_executor(
             max_model_len=max_model_len,
             block_size=limits.block_size,
             spare_block=num_blocks,
+            drafted_rows=most_drafted_rows(limits.max_num_seqs) if drafts else 0,
             mixed_rows=MOST_MIXED_ROWS if kernels.bounded_attention else 0,
         ),
         max_in_flight=2 if ahead else 1,

@@ -13,6 +13,7 @@ import torch
 
 from quire_engine.batch import Batch, ScheduledSequence
 from quire_engine.config import EngineConfig
+from quire_engine.drafts import most_drafted_rows
 from quire_engine.errors import ConfigError
 from quire_engine.execution.executor import Executor, make_executor, runs_by_itself, spare_blocks
 from quire_engine.execution.gpu.graphs import GRAPH_BYTES, MOST_GRAPHS, MOST_MIXED_ROWS
@@ -138,16 +139,18 @@ def estimate_workspace(model: ModelFacts, kernels: KernelSet, config: EngineConf
     """Bytes: a step's widest activations in float32 a few times over, the logits with the sampler's copies, scratch,
     graphs.
     """
-    scratch = 0
+    scratch, rows = 0, config.limits.max_num_seqs
+    if config.speculation != "off":
+        rows = most_drafted_rows(rows)
     if kernels.attention_scratch is not None:
         length = config.max_model_len or model.max_position_embeddings
-        scratch = kernels.attention_scratch(config.limits.max_num_seqs, length, model.num_heads, model.head_dim)
+        scratch = kernels.attention_scratch(rows, length, model.num_heads, model.head_dim)
     width = (
         model.hidden_size + 2 * model.intermediate_size + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     )
     graphs = 0
     if kernels.choose is not None:  # the largest graphs' own logits and activations, and what every graph takes
-        graphs = 2 * 4 * config.limits.max_num_seqs * (model.vocab_size + width) + MOST_GRAPHS * GRAPH_BYTES
+        graphs = 2 * 4 * rows * (model.vocab_size + width) + MOST_GRAPHS * GRAPH_BYTES
         graphs += 4 * MOST_MIXED_ROWS * width if kernels.bounded_attention else 0
     return 4 * config.limits.max_num_batched_tokens * width * 4 + 8 * LOGITS_BYTES + scratch + graphs
 
@@ -172,6 +175,7 @@ def measure_workspace(
         max_model_len=config.max_model_len or 1,
         num_blocks=1,
         device=device,
+        drafts=config.speculation != "off",
     )
     for batch in largest_batches(config):
         result = executor.execute(batch, graphs=False)

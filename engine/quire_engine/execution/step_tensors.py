@@ -29,6 +29,8 @@ class Pooled(NamedTuple):
 class StepTensors:
     """A step of T rows, B sequences and S sample rows in the order of the batch, as arrays of the host.
 
+    With rows apart each row of a decode with drafts counts as a sequence in the arrays of those, with the same blocks.
+
     Sample rows are the rows that are needed behind the last layer. Those of a prompt that is pooled end in a sum; the
     others are the rows of logits, among which `choices` and `score_rows` count.
     """
@@ -111,10 +113,15 @@ CheckDrafts = Callable[[ScheduledSequence], int]  # how many drafts of an item, 
 
 
 def step_tensors(
-    batch: Batch, block_size: int, vocab_size: int, check_drafts: CheckDrafts | None = None
+    batch: Batch,
+    block_size: int,
+    vocab_size: int,
+    check_drafts: CheckDrafts | None = None,
+    *,
+    rows_apart: bool = False,
 ) -> StepTensors:
     """The record of a batch's step. Drafts that cannot be right are left out: those outside the vocabulary, those
-    that `check_drafts` knows of, and all behind them.
+    that `check_drafts` knows of, and all behind them. `rows_apart`: see `StepTensors`.
 
     An item that wants prompt log-probabilities, or is pooled whole, has a sample row for every row of its slice, else
     one that wants a sample or is pooled at its end has its last row, else none. Raises ValueError for a token id
@@ -132,6 +139,8 @@ def step_tensors(
         else:
             _add_rows(step, item, block_size, vocab_size)
         end, count = len(step.ids), item.num_last_rows
+        if rows_apart and item.num_drafts:
+            _set_apart(step, start, num_tokens)
         step.query_starts.append(end)
         step.context_lens.append(start + num_tokens)
         if count == 1:
@@ -183,6 +192,14 @@ def _add_rows(step: StepTensors, item: ScheduledSequence, block_size: int, vocab
         for slots, block_ids in zip(step.other_slots, item.other_block_ids, strict=True):
             base = block_ids[index] * block_size
             slots.extend(range(base + low, base + high))
+
+
+def _set_apart(step: StepTensors, start: int, num_tokens: int) -> None:
+    """All rows of a decode with drafts but the last one, each as a sequence that ends with it."""
+    first, sampled = step.query_starts[-1], step.sampled_starts[-1]
+    step.query_starts.extend(range(first + 1, first + num_tokens))
+    step.context_lens.extend(range(start + 1, start + num_tokens))
+    step.sampled_starts.extend(range(sampled + 1, sampled + num_tokens))
 
 
 def _with_possible_drafts(

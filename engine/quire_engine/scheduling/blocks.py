@@ -168,6 +168,7 @@ class SequenceKV:
     owner: Owner[int] | None = None  # of the blocks that it takes, by its request's scope; set when it enters
     num_computed: int = 0
     num_reserved: int = 0  # tokens for which blocks are reserved
+    num_lent: int = 0  # of them, for drafts in flight
     block_hashes: list[bytes] = field(default_factory=list)  # of its leading full blocks, as far as they were needed
     num_committed: int = 0  # leading blocks that are registered in the prefix cache
     num_certain: int = 0  # tokens with applied results, or matched in whole blocks

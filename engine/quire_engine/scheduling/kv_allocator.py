@@ -168,18 +168,17 @@ class KVAllocator:
         return copies
 
     def lend(self, sequence: Sequence, end: int) -> int:
-        """Slots up to position `end`, as far as its tables and free blocks without content have them; returns the end.
-
-        `take_back` must be called when the step's result is there.
-        """
+        """Slots up to `end` until `take_back`, as far as tables and free blocks without content go; returns the end."""
         if self.reserve_cost(sequence, end) > self._pool.num_blank:
             end = min([table.num_slots for table in sequence.kv.tables])
         self._grow(sequence, end)
+        sequence.kv.num_lent = max(0, end - len(sequence.token_ids))
         return end
 
     def take_back(self, sequence: Sequence, num_computed: int) -> None:
         """So many tokens are computed, lent slots included: the other lent blocks are free again."""
         sequence.kv.num_reserved = sequence.kv.num_computed = num_computed
+        sequence.kv.num_lent = 0
         for table in sequence.kv.tables:
             for block in table.cut(num_computed):
                 self._drop(block)
@@ -244,7 +243,7 @@ class KVAllocator:
         for table in sequence.kv.tables:
             for block in reversed(table.clear()):
                 self._drop(block)
-        sequence.kv.num_computed = sequence.kv.num_reserved = sequence.kv.num_certain = 0
+        sequence.kv.num_computed = sequence.kv.num_reserved = sequence.kv.num_certain = sequence.kv.num_lent = 0
         sequence.kv.num_committed = sequence.kv.num_promised = 0
         sequence.kv.shares_tail = False
 

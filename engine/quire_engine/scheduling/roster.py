@@ -159,7 +159,8 @@ class Roster:
 def _check_sequence(sequence: Sequence) -> None:
     group = sequence.group
     name = f"{_name(group)}, choice {sequence.choice}"
-    known, computed, reserved = len(sequence.token_ids), sequence.kv.num_computed, sequence.kv.num_reserved
+    known = len(sequence.token_ids) + sequence.kv.num_lent
+    computed, reserved = sequence.kv.num_computed, sequence.kv.num_reserved
     blocks = sequence.kv.table.num_blocks_for(reserved)
     require(len(sequence.kv.table) == blocks, f"{name}: {len(sequence.kv.table)} blocks for {reserved} tokens")
     for table in sequence.kv.tables:
@@ -169,7 +170,7 @@ def _check_sequence(sequence: Sequence) -> None:
         most = table.group.most_blocks(known, table.block_size)
         require(table.num_held <= most, f"{name}: {table.num_held} blocks of one group, which needs {most}")
     require(computed <= reserved <= known, f"{name}: {computed} tokens computed, {reserved} reserved, {known} known")
-    require(computed < known or sequence.is_launched, f"{name}: nothing left to compute")
+    require(computed < len(sequence.token_ids) or sequence.is_launched, f"{name}: nothing left to compute")
     if group.state != "running" or (sequence not in group.computing and not sequence.is_launched):
         require(reserved == 0, f"{name}: holds blocks for {reserved} tokens without running")
 

@@ -52,7 +52,7 @@ class Scheduler:
         speculate: Speculate | None = None,
     ) -> None:
         """`host_keys`: the content hashes of the first host blocks, kept on disk by an earlier run. With
-        `speculate` decodes may get drafts; results are then to be applied before the next plan.
+        `speculate` decodes may get drafts.
         """
         config.check()
         limits = config.limits
@@ -80,7 +80,9 @@ class Scheduler:
 
     @property
     def needs_results(self) -> bool:
-        """Whether the next plan depends on the tokens in flight, as with penalties, grammars and thinking limits."""
+        """Whether the next plan depends on the tokens in flight: with penalties, grammars, thinking limits, drafts."""
+        if self._speculation is not None and self._speculation.needs_results:
+            return True
         return any(group.reads_output for group in self._roster.running)
 
     def add(self, request: GenerationRequest, now: float) -> None:
@@ -267,7 +269,7 @@ class Scheduler:
             self._log.results.append((batch.step_id, outputs, len(sequences), result, (now - began, now)))
         self._itl.learn(prompt_tokens=self._prefill_tokens, num_decodes=batch.num_decodes, seconds=now - began)
         if self._speculation is not None and not self._prefill_tokens:
-            self._speculation.learn(batch.num_tokens, now - began)
+            self._speculation.learn(batch.num_tokens, batch.num_decodes, now - began)
         if self._swapping is not None:
             self._swapping.learn(prompt_tokens=self._prefill_tokens, num_decodes=batch.num_decodes, seconds=now - began)
         return outputs

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
+from quire_engine.batch import PENDING
 from quire_engine.drafts import MOST_DRAFTS, Draft, Drafter, Wish
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.sequence import Sequence
@@ -30,6 +31,11 @@ _FEWEST_PASSED = 32  # drafts of a sequence that do not pay, until one is tried 
 _MOST_PASSED = 1024
 _TRIED = 4  # drafts that a costly drafter is tried with: for the first one it has to catch up
 _LED_BY = 16  # tokens of a prompt by which the first tokens of its answer are found again
+_TRIAL = 16  # steps for which the other way to plan is tried
+_BETWEEN = 2  # steps behind a change that belong to neither way
+_WEIGHT_OF_RATE = 0.2  # of the newest step in a way's rate
+_FEWEST_STEPS = 64  # until the other way is tried again; then twice as many
+_MOST_STEPS = 4096
 _SEARCHES = 4  # in a step, for sequences whose last draft was no use: each takes some microseconds
 _MOST_SILENT = 256  # such searches since a draft was accepted, from which on a step has one
 
@@ -59,16 +65,21 @@ class Speculation:
         *,
         most: int = MOST_DRAFTS,
         row_seconds: Mapping[int, float] | None = None,
+        most_rows: int | None = None,
+        plans_ahead: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`most`: drafts of one sequence in a step. `row_seconds`: of a step by its rows, as measured before the first.
+        `most_rows`: of a step with drafts. `plans_ahead`: a step may be planned before the one before it is done.
         `clock`: for what a costly drafter's calls take.
         """
         self.total_drafts = self.total_draft_tokens = self.total_accepted = 0
         self.accepted_by_position = [0] * most
         self.undrafted: dict[NoDraftCause, int] = dict.fromkeys(NO_DRAFT_CAUSES, 0)  # slices
         self._drafter, self._kv, self._most = drafter, kv, most
-        self._costs = RowCosts(row_seconds)
+        self._costs, self._most_rows = RowCosts(row_seconds), most_rows
+        self._waiting = Waiting(has_choice=plans_ahead)
+        self._is_drafted, self._accepted = False, 0  # whether the last plan has drafts; those accepted in a step
         self._records: dict[int, _Record] = {}
         self._turn = 0
         self._silent = 0  # searches in turns since a draft was accepted
@@ -79,10 +90,23 @@ class Speculation:
         self._unpaid, self._tried = _Record(), 0  # steps with sequences that do not pay; drafts of one that was tried
         self._rare = -1  # the sequence that is tried in the step that is under way
 
+    @property
+    def needs_results(self) -> bool:
+        """Whether the next plan depends on the tokens in flight: how many there are, or which ones."""
+        return self._is_drafted or self._waiting.waits
+
     def extend(self, plan: StepPlan) -> None:
-        """Give drafts to the plan's decodes, where it has few rows."""
-        rows, budget = sum(plan.slices.values()), plan.budget
+        """Give drafts to the plan's decodes, where it has few rows and its tokens are known."""
         self._drafting_seconds = 0.0
+        if self._waiting.waits:
+            self._extend(plan)
+        else:
+            self.undrafted["cost"] += len(plan.slices)
+        self._is_drafted = bool(plan.drafts)
+
+    def _extend(self, plan: StepPlan) -> None:
+        rows = sum(plan.slices.values())
+        budget = plan.budget if self._most_rows is None else min(plan.budget, self._most_rows - rows)
         if not rows or not self._costs.may_pay(rows, None if self._drafter.is_costly else self._most):
             self.undrafted["batch"] += len(plan.slices)
             return
@@ -121,6 +145,7 @@ class Speculation:
         self.total_drafts += 1
         self.total_draft_tokens += num_drafts
         self.total_accepted += num_accepted
+        self._accepted += num_accepted
         for position in range(num_accepted):
             self.accepted_by_position[position] += 1
         record = self._records.get(sequence.sequence_id)
@@ -143,9 +168,13 @@ class Speculation:
         if request.speculates:
             self._drafter.note_end(sequence.token_ids[max(first - _LED_BY, 0) :], request.cache_salt)
 
-    def learn(self, num_rows: int, seconds: float) -> None:
-        """A step of decodes and drafts took so long."""
-        self._costs.learn(num_rows, seconds - self._drafting_seconds)
+    def learn(self, num_rows: int, num_decodes: int, seconds: float) -> None:
+        """A step of decodes and drafts took so long; the drafts accepted in it have been noted."""
+        if self._waiting.waits:
+            self._costs.learn(num_rows, seconds - self._drafting_seconds)
+        if num_decodes and seconds > 0:
+            self._waiting.learn((num_decodes + self._accepted) / num_decodes / seconds)
+        self._accepted = 0
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """These sequences have ended, or lost their blocks: of those that run again it is learned anew."""
@@ -243,9 +272,44 @@ class Speculation:
             and group.pooled is None
             and not group.prompt_logprobs_due
             and sequence.num_output_tokens > 0
+            and sequence.token_ids[-1] != PENDING
             and group.pending(sequence) == 1  # not behind forced tokens, which the same step computes
         )
         return group.max_new_tokens - sequence.num_output_tokens - 1 if is_plain else 0
+
+
+class Waiting:
+    """Whether steps are planned when the tokens of those before are known, which drafts need, or ahead of them.
+
+    Where the device computes a step beside the host both ways are possible. The better one is what was measured, in
+    tokens of a sequence a second; the other one is tried again for a few steps, ever more rarely while it loses.
+    """
+
+    def __init__(self, *, has_choice: bool) -> None:
+        self.waits = not has_choice
+        self._has_choice = has_choice
+        self._rates = {False: 0.0, True: 0.0}
+        self._is_trial, self._steps, self._patience = False, 0, _TRIAL
+
+    def learn(self, rate: float) -> None:
+        """A step of decodes gave so many tokens of a sequence a second."""
+        if not self._has_choice:
+            return
+        self._steps += 1
+        if self._steps <= _BETWEEN:
+            return
+        before = self._rates[self.waits]
+        self._rates[self.waits] = before + _WEIGHT_OF_RATE * (rate - before) if before else rate
+        if self._steps < (_TRIAL if self._is_trial else self._patience):
+            return
+        if self._is_trial:
+            waits = self._rates[True] > _GAIN * self._rates[False]
+            self._patience = _FEWEST_STEPS if waits == self.waits else min(2 * self._patience, _MOST_STEPS)
+            self._is_trial, self.waits = False, waits
+        else:
+            self._is_trial, self.waits = True, not self.waits
+            self._rates[self.waits] = 0.0
+        self._steps = 0
 
 
 Speculate = Callable[[KVAllocator], Speculation]

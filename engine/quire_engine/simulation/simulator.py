@@ -36,10 +36,10 @@ class Simulation:
         self._setup = setup
         self._cost = setup.cost
         # Without a step log: it would lack the steps of leaps, and nothing reads it.
-        self._scheduler = Scheduler(
-            replace(setup.scheduler, limits=replace(setup.scheduler.limits, step_log=0)),
-            speculate=partial(Speculation, SimulatedDrafter(self._share_of)) if setup.speculation else None,
-        )
+        config = replace(setup.scheduler, limits=replace(setup.scheduler.limits, step_log=0))
+        guesses = SimulatedDrafter(self._share_of)
+        speculate = partial(Speculation, guesses, plans_ahead=config.plans_ahead) if setup.speculation else None
+        self._scheduler = Scheduler(config, speculate=speculate)
         self._watch = watch
         self._leaps = leaps and watch is None and not setup.scheduler.plans_ahead and not setup.speculation
         self._now = 0.0
@@ -98,6 +98,8 @@ class Simulation:
 
     def _step(self) -> None:
         """Plan and launch a step; with one in flight, or nothing to plan, take in the earliest."""
+        if self._in_flight and self._setup.speculation and self._scheduler.needs_results:
+            self._collect()
         batch = self._scheduler.schedule(self._now)
         if batch is not None:
             seconds = self._cost.seconds(batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import Array
 from typing import Literal
 
@@ -168,11 +168,13 @@ class CpuAttention:
         _check_fits(self._pool[1], shape, layer)
         return ctypes.addressof(self._pool[1])
 
-    def parts_args(self, kv: Sequence[Tensor], last: Sequence[tuple[AttentionShape, int]]) -> Array[PoolArgs]:
-        """The descriptions of a pool's parts, of each of which the last layer is given. ValueError as above."""
+    def parts_args(self, kv: Sequence[Tensor], last: Mapping[int, tuple[AttentionShape, int]]) -> Array[PoolArgs]:
+        """The descriptions of a pool's parts; of those that are used, the last layer is given. ValueError as above."""
         pools = [_describe_pool(part) for part in kv]
-        for pool, (shape, layer) in zip(pools, last, strict=True):
-            _check_fits(pool, shape, layer)
+        if max(last) >= len(pools):
+            raise ValueError(f"the pool has {len(pools)} parts, the layers need {1 + max(last)}")
+        for part, (shape, layer) in last.items():
+            _check_fits(pools[part], shape, layer)
         return (PoolArgs * len(pools))(*pools)
 
     def step_args(self, step: AttentionInput) -> int:

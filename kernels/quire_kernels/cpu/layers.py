@@ -67,10 +67,10 @@ class CpuLayers:
         self._width = _check(self._program)
         attends = [op for op in self._program if isinstance(op, Attend)]
         # Of each part of the pool the layer that lies last.
-        self._last = [
-            max((op for op in attends if op.part == part), key=lambda op: op.layer)
-            for part in range(1 + max(op.part for op in attends))
-        ]
+        self._last = {
+            part: max((op for op in attends if op.part == part), key=lambda op: op.layer)
+            for part in {op.part for op in attends}
+        }
         self._num_groups = 1 + max(op.group for op in attends)
         shapes = [op.shape for op in self._program if isinstance(op, RopeWrite | Attend)]
         self._shapes = {id(shape): attention.shape_args(shape) for shape in shapes}  # kept as the program is
@@ -85,7 +85,7 @@ class CpuLayers:
         sampled = None if step.sampled is None else self._describe(step.sampled)
         if sampled is not None:
             _check_rows(step.sample_rows, sampled[0].rows, x.shape[0])
-        pools = self._attention.parts_args(kv, [(op.shape, op.layer) for op in self._last])
+        pools = self._attention.parts_args(kv, {part: (op.shape, op.layer) for part, op in self._last.items()})
         failed = self._run(
             self._context.handle,
             self._args,

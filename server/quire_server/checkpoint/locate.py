@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
-from quire_engine.config import draft_model
+from quire_engine.config import draft_model, eagle_head
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ModelLoadError
 from quire_server.checkpoint.gguf_folder import gguf_of, is_gguf, short_name, unfolded
@@ -48,6 +48,9 @@ def localized(settings: Settings) -> Settings:
         )
         check_checkpoint(folder, settings.model_impl)
         changed["speculation"] = f"model:{folder}"
+    if head := eagle_head(settings.speculation):
+        folder = checkpoint_directory(head, None, settings.download_dir, setting="--speculation")
+        changed["speculation"] = f"eagle:{folder}"
     return settings.model_copy(update=changed) if changed else settings
 
 

@@ -193,7 +193,7 @@ class EngineFields(BaseModel):
     speculation: Speculation = option(
         "off",
         "Scheduling",
-        "guess tokens by own words (suffix, auto), earlier outputs (outputs) or model:DIR; CPUs",
+        "guess tokens by own words (suffix, auto), earlier outputs (outputs), model:DIR or eagle:DIR",
     )
     max_num_queued_reqs: Annotated[int, Field(ge=0)] = option(
         256, "Scheduling", "choices that may wait beyond the --max-num-seqs that run; more get 429"

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.config import JsonDict
 from pydantic_settings import NoDecode
 
-from quire_engine.config import SPECULATIONS, draft_model
+from quire_engine.config import SPECULATIONS, draft_model, eagle_head
 from quire_engine.types import MAX_LOGPROBS
 from quire_server.settings.sources import SettingsError
 
@@ -141,8 +141,9 @@ def _check_name(name: str) -> str:
 
 
 def _check_speculation(value: str) -> str:
-    if value not in SPECULATIONS and not draft_model(value):
-        raise ValueError(f"expected {', '.join(SPECULATIONS)} or model:DIR, the directory of a smaller model")
+    if value not in SPECULATIONS and not draft_model(value) and not eagle_head(value):
+        expected = ", ".join(SPECULATIONS)
+        raise ValueError(f"expected {expected}, model:DIR, the directory of a smaller model, or eagle:DIR")
     return value
 
 

@@ -60,7 +60,8 @@ def translate(given: dict[str, object]) -> tuple[dict[str, object], list[str]]:
     settings = {name: value for name, value in given.items() if name not in table}
     notes: list[str] = []
     problems: list[str] = []
-    for flag, value in _each(table, given, problems):
+    # A method tells the kind of what another flag names, so that it comes first.
+    for flag, value in sorted(_each(table, given, problems), key=lambda pair: pair[0].values is not _METHODS):
         words = _words(flag, value)
         if not _is_taken(flag, words):
             problems.append(_refusal(flag, words))
@@ -182,7 +183,9 @@ def _spelling(flag: VllmFlag, words: Sequence[str]) -> str:
 def _set(settings: dict[str, object], flag: VllmFlag, value: object, words: Sequence[str]) -> None:
     """Set a field unless our own flag has set it."""
     becomes = flag.values.get(words[0], flag.prefix + words[0] if flag.prefix else value)
-    if flag.prefix and settings.get(flag.setting) == flag.prefix:  # another flag has told the kind alone
+    kind = settings.get(flag.setting)
+    if flag.prefix and kind in _METHODS.values() and str(kind).endswith(":"):  # another flag has told the kind alone
+        becomes = flag.values.get(words[0], f"{kind}{words[0]}")
         del settings[flag.setting]
     if flag.least and flag.setting in settings:
         settings[flag.setting] = min(settings[flag.setting], becomes, key=_count)
@@ -308,10 +311,11 @@ _MAMBA = "models with states (Mamba) are not served"
 _GRAPHS = "graphs and compilers change no answer; on a GPU steps run as CUDA graphs"
 _LORA = "adapters (LoRA) are not served; merge them into the checkpoint"
 _SPECULATION = (
-    "--speculation guesses tokens ahead: suffix by what the request itself said, model:DIR by a smaller model"
+    "--speculation guesses tokens ahead: suffix by what the request itself said, model:DIR by a smaller model,"
+    " eagle:DIR by an EAGLE-3 head"
 )
 _SUFFIX = "the longest earlier place of a stream's last words is looked for, from two tokens on"
-_METHODS = {"ngram": "suffix", "draft_model": "model:"}  # which model, another key tells
+_METHODS = {"ngram": "suffix", "draft_model": "model:", "eagle3": "eagle:"}  # which model, another key tells
 _DRAFTS = {"ngram": "suffix", "[ngram]": "suffix"}
 _PAYS = "as many tokens are guessed as pay for their rows, at most five of a stream in a step"
 _PLUGIN = "no code of others is loaded into the server"

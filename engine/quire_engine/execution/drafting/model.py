@@ -10,11 +10,15 @@ costs drafts, never a request; the same calls give the same guesses. Must not kn
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import torch
 
 from quire_engine.batch import Batch, ScheduledSequence
 from quire_engine.drafts import NO_DRAFT, Draft, Wish
@@ -29,19 +33,32 @@ _CHUNK = 64  # tokens computed in the first round of a call, of all sequences: s
 _GREEDY, _STOP = SamplingParams(temperature=0.0), StopParams(max_new_tokens=1)
 
 
-class ModelDrafter:
-    """See `drafts.Drafter`."""
+class Held(Protocol):
+    """The record that a drafter has of a sequence."""
+
+    block_ids: tuple[int, ...]
+
+
+HeldT = TypeVar("HeldT", bound=Held)
+
+
+class PooledDrafter(ABC, Generic[HeldT]):
+    """See `drafts.Drafter`: guesses are computed, over a small pool of its own. Where they come from is `_guess`'s."""
 
     is_costly = True
 
-    def __init__(self, runner: Runner, *, num_blocks: int, block_size: int, max_model_len: int) -> None:
-        """`runner` has the model and a pool of so many blocks; longer sequences than `max_model_len` have no drafts."""
-        self._runner, self._block_size, self._max_model_len = runner, block_size, max_model_len
+    def __init__(self, *, num_blocks: int, block_size: int, max_model_len: int) -> None:
+        """Sequences longer than `max_model_len` have no drafts."""
+        self._block_size, self._max_model_len = block_size, max_model_len
         self._free = list(range(num_blocks))
-        self._known: OrderedDict[int, _Known] = OrderedDict()  # by sequence; last the one that was guessed for last
+        self._held: OrderedDict[int, HeldT] = OrderedDict()  # by sequence; last the one that was guessed for last
         self._predictions = SuffixDrafter()
         self._failed: set[int] = set()  # sequences whose guesses failed
         self._has_logged = False
+
+    @abstractmethod
+    def _guess(self, wishes: Sequence[Wish]) -> dict[int, list[int]]:
+        """The guesses by sequence; none of those whose own tokens are not all computed yet."""
 
     def draft(self, wishes: Sequence[Wish]) -> list[Draft]:
         drafts: dict[int, Draft] = {}
@@ -50,7 +67,7 @@ class ModelDrafter:
                 drafts[wish.sequence_id] = predicted
         wanted = [wish for wish in wishes if wish.sequence_id not in drafts and wish.sequence_id not in self._failed]
         try:
-            with self._runner.work():
+            with torch.inference_mode():
                 drafts |= {sequence_id: Draft(tuple(found)) for sequence_id, found in self._guess(wanted).items()}
         except Exception as error:  # whatever it is: the requests do without drafts
             for wish in wanted:
@@ -63,8 +80,37 @@ class ModelDrafter:
     def forget(self, sequence_id: int) -> None:
         self._predictions.forget(sequence_id)
         self._failed.discard(sequence_id)
-        if (known := self._known.pop(sequence_id, None)) is not None:
-            self._free += known.block_ids
+        if (held := self._held.pop(sequence_id, None)) is not None:
+            self._free += held.block_ids
+
+    def _reserve(self, held: HeldT, num_tokens: int, asked: Collection[int]) -> bool:
+        """Whether there are blocks for so many tokens, also those of sequences that are not asked for now."""
+        needed = -(-num_tokens // self._block_size) - len(held.block_ids)
+        while needed > len(self._free):
+            idle = next((i for i, other in self._held.items() if i not in asked and other.block_ids), None)
+            if idle is None:
+                return False
+            self._free += self._held.pop(idle).block_ids
+        if needed > 0:
+            held.block_ids += tuple(self._free.pop() for _ in range(needed))
+        return True
+
+    def _fail(self, sequence_id: int, reason: str) -> None:
+        """Guess no more for the sequence. The log has one line, of the first fault."""
+        self.forget(sequence_id)
+        self._failed.add(sequence_id)
+        if not self._has_logged:
+            _log.warning("the draft model failed, and requests where it does go on without guesses: %s", reason)
+        self._has_logged = True
+
+
+class ModelDrafter(PooledDrafter["_Known"]):
+    """See `drafts.Drafter`."""
+
+    def __init__(self, runner: Runner, *, num_blocks: int, block_size: int, max_model_len: int) -> None:
+        """`runner` has the model and a pool of so many blocks; longer sequences than `max_model_len` have no drafts."""
+        super().__init__(num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
+        self._runner = runner
 
     def warm_up(self) -> None:
         """Compute a few tokens, as the first call of a process takes many times as long as later ones."""
@@ -91,13 +137,13 @@ class ModelDrafter:
         left = _CHUNK
         lacking: list[tuple[int, Wish]] = []
         for wish in wishes:
-            known = self._known.setdefault(wish.sequence_id, _Known())
-            self._known.move_to_end(wish.sequence_id)
+            known = self._held.setdefault(wish.sequence_id, _Known())
+            self._held.move_to_end(wish.sequence_id)
             known.keep_common(wish.token_ids)
             lacking.append((len(wish.token_ids) - len(known.token_ids), wish))
         for num_lacking, wish in sorted(lacking, key=lambda each: each[0]):  # those that can guess at once first
             room = min(wish.most, self._max_model_len - len(wish.token_ids) + 1)
-            known, count = self._known[wish.sequence_id], min(num_lacking, left)
+            known, count = self._held[wish.sequence_id], min(num_lacking, left)
             if room <= 0 or count <= 0 or not self._reserve(known, len(wish.token_ids) + room - 1, asked):
                 continue
             start, left = len(known.token_ids), left - count
@@ -106,25 +152,13 @@ class ModelDrafter:
                 most[wish.sequence_id] = room
         return slices, most
 
-    def _reserve(self, known: _Known, num_tokens: int, asked: Collection[int]) -> bool:
-        """Whether there are blocks for so many tokens, also those of sequences that are not asked for now."""
-        needed = -(-num_tokens // self._block_size) - len(known.block_ids)
-        while needed > len(self._free):
-            idle = next((i for i, other in self._known.items() if i not in asked and other.block_ids), None)
-            if idle is None:
-                return False
-            self._free += self._known.pop(idle).block_ids
-        if needed > 0:
-            known.block_ids += tuple(self._free.pop() for _ in range(needed))
-        return True
-
     def _step(self, slices: Mapping[int, tuple[int, ...]], most: Collection[int]) -> dict[int, int]:
         """Compute these tokens; the next ones of the sequences in `most`, which have all of theirs then."""
         items = tuple(self._item(i, token_ids, wants_sample=i in most) for i, token_ids in slices.items())
         result = self._runner.begin(Batch(step_id=0, items=items, num_tokens=sum(map(len, slices.values())))).result()
         sampled = {}
         for sequence_id, token_ids in slices.items():
-            self._known[sequence_id].token_ids.extend(token_ids)
+            self._held[sequence_id].token_ids.extend(token_ids)
             if sequence_id in most:
                 (sample,) = result.samples[sequence_id]
                 if sample.error is None:
@@ -134,7 +168,7 @@ class ModelDrafter:
         return sampled
 
     def _item(self, sequence_id: int, token_ids: tuple[int, ...], *, wants_sample: bool) -> ScheduledSequence:
-        known = self._known[sequence_id]
+        known = self._held[sequence_id]
         return ScheduledSequence(
             sequence_id=sequence_id,
             choice=0,
@@ -149,14 +183,6 @@ class ModelDrafter:
             sampling=_GREEDY,
             stop=_STOP,
         )
-
-    def _fail(self, sequence_id: int, reason: str) -> None:
-        """Guess no more for the sequence. The log has one line, of the first fault."""
-        self.forget(sequence_id)
-        self._failed.add(sequence_id)
-        if not self._has_logged:
-            _log.warning("the draft model failed, and requests where it does go on without guesses: %s", reason)
-        self._has_logged = True
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from quire_engine.batch import Batch, ScheduledSequence, StepResult
 from quire_engine.limits import SchedulerConfig
 from quire_engine.types import SamplingParams, StopParams
 
+MEASURED = -1  # the sequence of the steps
 _ROWS = (*range(1, 9), 12, 13, 18, 19, 24, 25, 30, 31, 36, 48, 64)  # around the ends of tiles of four and of six
 _ROUNDS = 3
 _MOST_SECONDS = 1.0  # of all rounds; a step that has begun is waited for
@@ -22,19 +23,23 @@ _GREEDY, _STOP = SamplingParams(temperature=0.0), StopParams(max_new_tokens=1)
 def measured_rows(
     execute: Callable[[Batch], StepResult],
     config: SchedulerConfig,
+    most: int,
     *,
+    has_graphs: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[int, float]:
     """Seconds of a step by its rows, the shortest of a few; of fewer numbers of rows where steps are slow.
 
     Each step is one decode with drafts behind it, in blocks that no sequence holds yet. What it writes there is never
-    read. The result is empty where a step fails, which requests then find out.
+    read. The result is empty where a step fails, which requests then find out. `most`: rows of a step at most.
+    `has_graphs`: a step's first run captures a graph, and says nothing about later ones.
     """
     limits = config.limits
-    most = min(limits.max_num_batched_tokens, config.max_model_len, config.num_blocks * limits.block_size)
+    most = min(most, config.max_model_len, config.num_blocks * limits.block_size)
     batches = {rows: _batch(rows, limits.num_blocks_for(rows), len(config.windows)) for rows in _ROWS if rows <= most}
     found: dict[int, float] = {}
-    if not batches or _fails(execute(batches[1])):
+    first = list(batches.values()) if has_graphs else [batches[1]]
+    if any(_fails(execute(batch)) for batch in first):
         return {}
     began = clock()
     for _ in range(_ROUNDS):
@@ -50,7 +55,7 @@ def measured_rows(
 
 def _batch(rows: int, num_blocks: int, num_groups: int) -> Batch:
     item = ScheduledSequence(
-        sequence_id=-1,
+        sequence_id=MEASURED,
         choice=0,
         prompt_token_ids=(),
         output_token_ids=(),
@@ -69,4 +74,4 @@ def _batch(rows: int, num_blocks: int, num_groups: int) -> Batch:
 
 
 def _fails(result: StepResult) -> bool:
-    return bool(result.errors) or any(sample.error is not None for sample in result.samples.get(-1, ()))
+    return bool(result.errors) or any(sample.error is not None for sample in result.samples.get(MEASURED, ()))

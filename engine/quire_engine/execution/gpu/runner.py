@@ -80,6 +80,7 @@ class RunnerLimits:
     max_model_len: int
     block_size: int
     spare_block: int  # of the pool, for the keys and values of padding rows alone
+    drafted_rows: int = 0  # of a step with drafts at most; 0: there are none
     # Of steps with prompts that are graphs too, for kernels whose launches follow from bounds; 0: none is.
     mixed_rows: int = 0
 
@@ -108,11 +109,12 @@ class GpuRunner:
         self._logits_rows = max(1, logits_bytes // (4 * vocab_size))
         self._graphs = StepGraphs(
             device,
-            max_rows=limits.max_num_seqs,
+            max_rows=max(limits.max_num_seqs, limits.drafted_rows),
             max_context=limits.max_model_len,
             mixed_rows=min(limits.mixed_rows, limits.max_num_batched_tokens),
         )
-        self._max_rows = max(limits.max_num_seqs, self._graphs.largest.num_rows)
+        # Beside drafts a prompt may end, and all of its choices with it.
+        self._max_rows = max(limits.max_num_seqs + limits.drafted_rows, self._graphs.largest.num_rows)
         self._max_cells = max(4096, 2 * -(-limits.max_model_len // block_size))
         self._spare_slots = range(limits.spare_block * block_size, (limits.spare_block + 1) * block_size)
         each = region_bytes(self._max_rows)
@@ -151,7 +153,7 @@ class GpuRunner:
         place = self._place()
         self._advance(batch)
         place.region.ids.zero_()
-        starts = list(accumulate((len(_sampling_of(item)) for item in batch.items), initial=0))
+        starts = list(accumulate((len(_sampling_of(item)) + item.num_drafts for item in batch.items), initial=0))
         return lambda part, index: self._issue(part, place, starts[index], graphs=False).result()
 
     def release(self) -> None:
@@ -176,12 +178,16 @@ class GpuRunner:
         self._num_begun += 1
         self._region = 1 - self._region
         first = self._regions[self._region].first_word
-        sampling = (sequence_id for item in batch.items for sequence_id in _sampling_of(item))
+        # The step after one with drafts is planned when these are judged, and has no token to look for.
+        items = () if batch.num_drafts else batch.items
+        sampling = (sequence_id for item in items for sequence_id in _sampling_of(item))
         self._sampled = {sequence_id: first + row for row, sequence_id in enumerate(sampling)}
 
     def _issue(self, batch: Batch, place: _Place, first: int = 0, *, graphs: bool = True) -> _Issued:
         """Build, send, compute; the outcome of the choices goes to the region's rows from `first` on."""
-        step = step_tensors(batch, self._limits.block_size, self._vocab_size)
+        # As decodes of their own, rows with drafts are served by the same graphs and kernels as without.
+        possible = self._constraints.possible
+        step = step_tensors(batch, self._limits.block_size, self._vocab_size, possible, rows_apart=True)
         try:
             arrays = build_step_arrays(step, self._tables, self._limits.max_model_len, place.sampled, self._first_word)
             bucket = mixed = None

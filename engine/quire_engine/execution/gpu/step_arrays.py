@@ -58,7 +58,7 @@ class StepArrays:
 def build_step_arrays(
     step: StepTensors, tables: SlotTables, max_model_len: int, sampled: Mapping[int, int], first_word: int
 ) -> StepArrays:
-    """The step's places; `tables` collects what has changed.
+    """The places of a step whose rows with drafts are apart; `tables` collects what has changed.
 
     `sampled[sequence_id]` is the word of the device that holds the id sampled by the step before, `first_word` the
     word where this step's first id will lie. Raises ValueError for what cannot be computed.
@@ -74,10 +74,11 @@ def build_step_arrays(
             raise ValueError(f"a sequence of {item.end} tokens is longer than {max_model_len}")
         slot, flags = tables.find(item.sequence_id, item.choice, item.sampling)
         tables.place(item.sequence_id, item.block_ids)
-        arrays.table_slots.append(slot)
+        slots = [slot] * (1 + item.num_drafts)
+        arrays.table_slots.extend(slots)
         if not item.wants_sample:
             continue
-        arrays.choice_slots.append(slot)
+        arrays.choice_slots.extend(slots)
         arrays.flags |= flags
         for fork in item.forks:
             slot, flags = tables.find(fork.sequence_id, fork.choice, item.sampling)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.config import ModelConfig
-from quire_kernels.kernel_set import BoundLayers, ChoiceRows, KernelSet, LayerOp, LinearWeight, Norm, PoolPart
+from quire_kernels.kernel_set import (
+    BoundLayers,
+    ChoiceRows,
+    KernelSet,
+    LayerOp,
+    LinearWeight,
+    Norm,
+    PoolPart,
+    RopeWrite,
+)
 from quire_kernels.layer_program import matrices, run_layers
 
 
@@ -45,16 +56,47 @@ class Decoder:
         """
         if self.config.bidirectional and tuple(step.query_lens) != tuple(step.kv_lens):
             raise ValueError("a prompt of a bidirectional model must be computed whole")
-        x = self._kernels.embed(self._weights.embedding, step.input_ids)  # [T, H]
-        if self._embedding_scale is not None:
-            x = x * self._embedding_scale
-        pool, parts = [kv], self._weights.parts
-        if len(parts) > 1:
-            heads = parts[0].num_kv_heads, parts[0].head_dim
-            pool = [self._kernels.kv_part(kv, heads, part) for part in parts]
+        x, pool = self.embed(step.input_ids), self._pool(kv)
         if self._bound is not None:
             return self._bound(x, pool, step)
         return run_layers(self._kernels, self._weights.program, x, pool, step)
+
+    def keeping(self, layers: Sequence[int]) -> Callable[[ModelInput, Tensor], tuple[Tensor, Tensor]]:
+        """`forward` with the same bits, which also gives all rows as they enter these layers: [T, len(layers) * H].
+
+        The program runs in parts, each of which leaves the residual stream alone behind.
+        """
+        starts = [layer_start(self._weights.program, layer) for layer in sorted(set(layers))]
+        ends = [*starts, len(self._weights.program)]
+        parts = [self._weights.program[a:b] for a, b in zip([0, *starts], ends, strict=True)]
+        bind = self._kernels.bind_layers or (lambda part: partial(run_layers, self._kernels, part))
+        bound = [bind(part) if part else None for part in parts]
+
+        @torch.inference_mode()
+        def forward(step: ModelInput, kv: Tensor) -> tuple[Tensor, Tensor]:
+            x, entered, whole = self.embed(step.input_ids), dict[int, Tensor](), replace(step, sampled=None)
+            pool = self._pool(kv)
+            for layer, run in zip([*sorted(set(layers)), None], bound, strict=True):
+                if run is not None:
+                    x = run(x, pool, step if layer is None else whole)  # the last part alone leaves rows out
+                if layer is not None:
+                    entered[layer] = x.clone()
+            return x, torch.cat([entered[layer] for layer in layers], dim=1)
+
+        return forward
+
+    def _pool(self, kv: Tensor) -> list[Tensor]:
+        """The parts of the pool, one for each kind of heads."""
+        parts = self._weights.parts
+        if len(parts) == 1:
+            return [kv]
+        heads = parts[0].num_kv_heads, parts[0].head_dim
+        return [self._kernels.kv_part(kv, heads, part) for part in parts]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token ids [T] to the rows that the first layer gets, [T, H]."""
+        x = self._kernels.embed(self._weights.embedding, ids)
+        return x if self._embedding_scale is None else x * self._embedding_scale
 
     @torch.inference_mode()
     def normed(self, hidden: Tensor) -> Tensor:
@@ -101,6 +143,11 @@ class Decoder:
         if self._kernels.choose is None:
             raise ValueError(f"the {self._kernels.name} kernels choose no tokens")
         return self._kernels.choose(logits, rows)
+
+
+def layer_start(program: Sequence[LayerOp], layer: int) -> int:
+    """The index of a layer's first op, which makes its queries, keys and values."""
+    return [index for index, op in enumerate(program) if isinstance(op, RopeWrite)][layer] - 1
 
 
 def _row_sums(values: Tensor) -> Tensor:

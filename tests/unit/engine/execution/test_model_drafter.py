@@ -168,7 +168,7 @@ def test_a_fault_costs_the_drafts_of_the_sequences_and_is_told_once(caplog: pyte
     ]
     for sequence_id in (1, 2, 3):
         drafter.forget(sequence_id)
-    assert (len(drafter._free), drafter._known, drafter._failed) == (1000, {}, set())
+    assert (len(drafter._free), drafter._held, drafter._failed) == (1000, {}, set())
 
 
 def test_a_prediction_goes_first_and_the_model_goes_on_where_it_ends() -> None:

@@ -29,7 +29,7 @@ class Machine:
         return StepResult(samples={item.sequence_id: (SampledToken(error=self.error),)})
 
     def measure(self, config: SchedulerConfig) -> dict[int, float]:
-        return measured_rows(self.execute, config, clock=lambda: self.now)
+        return measured_rows(self.execute, config, config.limits.max_num_batched_tokens, clock=lambda: self.now)
 
 
 def config(num_blocks: int = 100, **limits: int) -> SchedulerConfig:

@@ -45,7 +45,7 @@ def run(streams: int, row_seconds: dict[int, float]) -> tuple[Run, Silent, Specu
     silent.asked.clear()
     assert scheduler._speculation is not None
     scheduler._speculation._costs = scheduler._speculation._costs.__class__(row_seconds)  # not what the fake takes
-    scheduler._speculation.learn = lambda num_rows, seconds: None  # type: ignore[method-assign]
+    scheduler._speculation.learn = lambda num_rows, num_decodes, seconds: None  # type: ignore[method-assign]
     return found, silent, scheduler._speculation
 
 
