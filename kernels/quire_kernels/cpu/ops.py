@@ -43,6 +43,7 @@ def cpu_kernel_set(
         name="cpu",
         pack_linear=packer.linear,
         pack_gate_up=packer.gate_up,
+        pack_stored=packer.stored,
         embed=REFERENCE.embed,
         norm_linear=linear.norm_linear,
         norm_gate_up=linear.norm_gate_up,
