@@ -201,6 +201,7 @@ class Resolved:
             ),
             quantization=asked.quantization,
             stored_as=_stored_as(self.model),
+            keeps_stored=self.kernels.stored_bits is not None,
             kv_cache_dtype=asked.kv_cache_dtype,
             deterministic=asked.deterministic or self.device.type == "cpu",
             implementation=self.implementation,
@@ -248,7 +249,7 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     to_come = resolved.bytes_beside_pool - min(resolved.weights.total, loading.held_bytes)
     pool = resolved.pool(memory.before_load(to_come))
     decoder = loading.load(memory.positions(pool))
-    loaded = resolved.parameters.memory(resolved.dtype.itemsize, resolved.kernels.packed_bits, decoder.packed_bytes)
+    loaded = resolved.parameters.memory(resolved.dtype.itemsize, resolved.kernels, decoder.packed_bytes)
     resolved = replace(resolved, weights=loaded)
     pool_bytes = memory.after_load(decoder)
     if pool_bytes is not None:
@@ -337,7 +338,7 @@ def resolve(
     replaced_ops: tuple[str, ...] = ()
     if check_kernels and device.type == "cuda" and kernels.name != REFERENCE.name and isinstance(model, ModelConfig):
         kernels, replaced_ops = _checked_kernels(config, model, kernels, device, dtype)
-    weights = parameters.memory(dtype.itemsize, kernels.packed_bits)
+    weights = parameters.memory(dtype.itemsize, kernels)
     if device.type == "cpu" and not kernels.own_threads and config.num_threads is None:
         num_threads = _torch_threads(weights.total)
     layout = _layout(config, model, device)

@@ -16,6 +16,7 @@ from torch import Tensor
 # Four bits through a table; signed bytes; floats of sign, four bits of exponent and three of mantissa.
 StoredKind = Literal["nibbles", "bytes", "e4m3"]
 UNIT_COLUMNS = 256  # that share a unit
+_VALUES_AT_ONCE = 1 << 22  # that are made into floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,14 @@ class StoredMatrix:
 
     def dequantised(self) -> Tensor:
         """[N, K] float32."""
+        wide = torch.empty(self.shape)
+        step = max(1, _VALUES_AT_ONCE // self.shape[1])
+        for start in range(0, self.shape[0], step):
+            rows = slice(start, start + step)
+            wide[rows] = self.over_rows(lambda part, rows=rows: part[rows])._numbers_of_codes()  # type: ignore[misc]
+        return wide
+
+    def _numbers_of_codes(self) -> Tensor:
         if self.kind == "nibbles":
             values = torch.tensor(self.table)[self.codes.int()]
         elif self.kind == "bytes":

@@ -23,6 +23,7 @@ from quire_kernels.cpu.stored import (
     OffsetForm,
     ScaleForm,
     StoredForm,
+    has_form,
     in_one_form,
 )
 from quire_kernels.kernel_set import Quantization
@@ -104,8 +105,10 @@ class Packer:
         inner, k = gate.shape
         return self._pack((gate, up), 2 * inner, k, _lane_biases(bias, gate_up=True))
 
-    def stored(self, matrices: Sequence[StoredMatrix], bias: Tensor | None) -> PackedLinear:
-        """One matrix as others quantised it, or gate and up, and [N] or [2 I]. Every number is kept."""
+    def stored(self, matrices: Sequence[StoredMatrix], bias: Tensor | None) -> PackedLinear | None:
+        """One matrix as others quantised it, or gate and up, and [N] or [2 I]. None: there is no form for them."""
+        if not has_form(matrices):
+            return None
         n, k = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         gate_up = len(matrices) > 1
         if gate_up and matrices[0].shape != matrices[1].shape:

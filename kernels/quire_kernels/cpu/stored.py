@@ -63,24 +63,32 @@ class InForm(NamedTuple):
     rows: list[StoredRowsArgs]
 
 
-def why_not(matrix: StoredMatrix) -> str | None:
-    """Why the kernels have no form for a matrix; None: they have."""
-    columns, group = matrix.shape[1], matrix.group_size
-    if group < columns and group != LEAST_GROUP and group % K_MULTIPLE:
-        return f"groups of {group} columns are neither 16 nor a multiple of {K_MULTIPLE}"
-    table = torch.tensor(matrix.table)
-    if not torch.equal(table.bfloat16().float(), table):
-        return "bfloat16 does not hold the values of the codes"
-    return None
+def has_form(matrices: Sequence[StoredMatrix]) -> bool:
+    """Whether the kernels have one form for a matrix, or for gate and up."""
+    first = matrices[0]
+    table = torch.tensor(first.table)
+    return (
+        packs_in_groups(first.group_size, first.shape[1])
+        and torch.equal(table.bfloat16().float(), table)
+        and all(form_of(each) == form_of(first) for each in matrices)
+    )
+
+
+def packs_in_groups(group_size: int, columns: int) -> bool:
+    """Whether matrices of so many columns can be packed in groups of that size."""
+    return group_size >= columns or group_size == LEAST_GROUP or group_size % K_MULTIPLE == 0
+
+
+def stored_bits(kind: StoredKind, group_size: int, columns: int) -> float | None:
+    """Of a value with a scale of 16 bits, of e4m3 of 32, and a zero point; None: there is no form for it."""
+    if not packs_in_groups(group_size, columns):
+        return None
+    bits, beside = {"nibbles": (4, 24), "bytes": (8, 24), "e4m3": (8, 32)}[kind]
+    return bits + beside / min(group_size, columns)
 
 
 def in_one_form(matrices: Sequence[StoredMatrix]) -> InForm:
-    """One matrix, or gate and up. Raises ValueError."""
-    for matrix in matrices:
-        if reason := why_not(matrix):
-            raise ValueError(reason)
-        if form_of(matrix) != form_of(matrices[0]):
-            raise ValueError("gate and up are stored in different forms")
+    """One matrix, or gate and up, which have a form."""
     matrices = _without_equal_zero_points(matrices)
     first = matrices[0]
     columns, group = first.shape[1], first.group_size

@@ -13,13 +13,15 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.options import read_json_object
+from quire_kernels.kernel_set import KernelSet
+from quire_kernels.stored import StoredKind, StoredMatrix
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -29,6 +31,9 @@ _MAX_LISTED = 8  # names in one error message
 _MAPS = Path("/proc/self/maps")
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+_Made = TypeVar("_Made")
 
 
 class _Slice(Protocol):
@@ -55,6 +60,23 @@ class _Decoded(NamedTuple):
     parts: dict[str, _Entry]
     shape: tuple[int, ...]
     decode: Callable[[dict[str, Tensor]], Tensor]
+    keep: Callable[[dict[str, Tensor]], StoredMatrix | None]
+    kind: StoredKind
+    group_size: int
+
+
+class StoredSize(NamedTuple):
+    """A quantised matrix of a checkpoint."""
+
+    kind: StoredKind
+    group_size: int
+    rows: int
+    columns: int
+
+    def saved(self, kernels: KernelSet, usual: float) -> float:
+        """Bits that it takes less than one of `usual` bits a value, where the kernels keep it as it is."""
+        bits = None if kernels.stored_bits is None else kernels.stored_bits(self.kind, self.group_size, self.columns)
+        return 0.0 if bits is None else (usual - bits) * self.rows * self.columns
 
 
 class StoredTensors(Protocol):
@@ -64,6 +86,7 @@ class StoredTensors(Protocol):
     def num_bytes(self) -> int: ...
     def __contains__(self, name: str) -> bool: ...
     def tensor(self, name: str) -> Tensor: ...
+    def stored_matrix(self, name: str) -> StoredMatrix | None: ...
     def is_done(self, name: str) -> bool: ...
     def done(self, name: str) -> int: ...
     def error(self, name: str, reason: str) -> ModelLoadError: ...
@@ -76,7 +99,9 @@ class Checkpoint:
         self._path = path
         self._entries = entries
         self._decoded: dict[str, _Decoded] = {}
-        self._latest: tuple[str, Tensor] | None = None  # a matrix that was decoded; the next part of it may follow
+        # Matrices that were read last, since the next part of one may follow.
+        self._latest: tuple[str, Tensor] | None = None
+        self._latest_kept: tuple[str, StoredMatrix | None] | None = None
         self._addresses: dict[str, int] = {}  # of the tensors that were read, by their names in the files
         self._done: set[str] = set()
 
@@ -112,13 +137,23 @@ class Checkpoint:
         parts: dict[str, str],
         shape: tuple[int, ...],
         decode: Callable[[dict[str, Tensor]], Tensor],
+        keep: Callable[[dict[str, Tensor]], StoredMatrix | None],
+        *,
+        kind: StoredKind,
+        group_size: int,
     ) -> None:
         """Know a tensor that `decode` computes from stored ones, given by their roles, in the place of those.
 
-        A ValueError of `decode` becomes a ModelLoadError that names the first of them.
+        `keep` gives the same matrix as it is stored, of that kind in groups of that size, or None: it has no such form.
+        A ValueError of the two becomes a ModelLoadError that names the first of the parts.
         """
         found = {role: self._entries.pop(part) for role, part in parts.items()}
-        self._decoded[name] = _Decoded(found, shape, decode)
+        self._decoded[name] = _Decoded(found, shape, decode, keep, kind, group_size)
+
+    def stored_sizes(self) -> Iterator[StoredSize]:
+        """Of all quantised matrices."""
+        for found in self._decoded.values():
+            yield StoredSize(found.kind, found.group_size, found.shape[0], found.shape[1])
 
     def is_done(self, name: str) -> bool:
         """Whether `done` was called for it."""
@@ -132,7 +167,7 @@ class Checkpoint:
 
     def release(self, name: str) -> None:
         """Release the pages of the mapped file that a tensor lies in; reading it again would page them in."""
-        self._latest = None
+        self._latest = self._latest_kept = None
         for entry in self._stored(name):
             if entry.stored in self._addresses:
                 entry.pages.release(self._addresses[entry.stored], _num_bytes(entry))
@@ -171,14 +206,24 @@ class Checkpoint:
         if name not in self._decoded:
             return self._read(self._entries[name])
         if self._latest is None or self._latest[0] != name:
-            decoded = self._decoded[name]
             self._latest = None  # before its successor is there
-            try:
-                tensor = decoded.decode({role: self._read(entry) for role, entry in decoded.parts.items()})
-            except ValueError as error:
-                raise self.error(name, str(error)) from None
-            self._latest = name, tensor
+            self._latest = name, self._made(name, self._decoded[name].decode)
         return self._latest[1]
+
+    def stored_matrix(self, name: str) -> StoredMatrix | None:
+        """A quantised matrix as it is stored; None: it is not, or its columns are in another order."""
+        if name not in self._decoded:
+            return None
+        if self._latest_kept is None or self._latest_kept[0] != name:
+            self._latest_kept = None
+            self._latest_kept = name, self._made(name, self._decoded[name].keep)
+        return self._latest_kept[1]
+
+    def _made(self, name: str, make: Callable[[dict[str, Tensor]], _Made]) -> _Made:
+        try:
+            return make({role: self._read(entry) for role, entry in self._decoded[name].parts.items()})
+        except ValueError as error:
+            raise self.error(name, str(error)) from None
 
     def _read(self, entry: _Entry) -> Tensor:
         try:

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire_engine.execution.models.checkpoint import Checkpoint, StoredTensors, open_checkpoint
+from quire_engine.execution.models.checkpoint import Checkpoint, StoredSize, StoredTensors, open_checkpoint
 from quire_engine.execution.models.config import ModelConfig, RopeConfig
 from quire_engine.execution.models.decoder import Decoder, Weights
 from quire_engine.execution.models.dequantising import decode_quantised
@@ -40,6 +40,7 @@ from quire_kernels.kernel_set import (
     Source,
 )
 from quire_kernels.packed_form import PackedForm
+from quire_kernels.stored import StoredMatrix, joined
 
 _VALUES_AT_ONCE = 4 << 20  # that one thread converts
 _HEAD = "lm_head.weight"
@@ -391,6 +392,9 @@ class CheckpointSource:
         self._pack_linear, self._pack_gate_up = kernels.pack_linear, kernels.pack_gate_up
         if image is not None and self._form is not None:
             self._pack_linear, self._pack_gate_up = self._form.packer(image.allocate)
+        self._pack_stored = None if kernels.stored_bits is None else kernels.pack_stored
+        if image is not None and self._form is not None and self._pack_stored is not None:
+            self._pack_stored = self._form.stored_packer(image.allocate)
         phase = "reading weights" if self._form is None else "packing weights"
         self._progress = Progress(phase, checkpoint.num_bytes, tell)
 
@@ -407,12 +411,34 @@ class CheckpointSource:
         return value
 
     def matrix(self, place: str, weights: Sequence[Part], biases: Sequence[Part]) -> LinearWeight:
-        packed = self._pack_linear(self._rows(weights), self._bias(biases))
+        packed = self._kept([weights], biases)
+        if packed is None:
+            packed = self._pack_linear(self._rows(weights), self._bias(biases))
         return self._packed(place, packed, [*weights, *biases])
 
     def gate_up(self, place: str, gate: Part, up: Part, biases: Sequence[Part]) -> LinearWeight:
-        packed = self._pack_gate_up(self._rows([gate]), self._rows([up]), self._bias(biases))
+        packed = self._kept([[gate], [up]], biases)
+        if packed is None:
+            packed = self._pack_gate_up(self._rows([gate]), self._rows([up]), self._bias(biases))
         return self._packed(place, packed, [gate, up, *biases])
+
+    def _kept(self, matrices: Sequence[Sequence[Part]], biases: Sequence[Part]) -> LinearWeight | None:
+        """Matrices, each made of the rows of several, as they are stored; None: that is not possible."""
+        if self._pack_stored is None:
+            return None
+        made: list[StoredMatrix] = []
+        for parts in matrices:
+            of_parts: list[StoredMatrix] = []
+            for part in parts:
+                stored = self._checkpoint.stored_matrix(part.name)
+                if stored is None:
+                    return None
+                of_parts.append(stored.over_rows(part.of))
+            one = joined(of_parts)
+            if one is None:
+                return None
+            made.append(one)
+        return self._pack_stored(made, self._bias(biases))
 
     def head(self, place: str, name: str, embedding: Tensor) -> LinearWeight:
         if self._checkpoint.is_done(name):
@@ -516,15 +542,19 @@ class Parameters:
     tail: int  # of `linear`, behind the last layer's attention: only the rows that are sampled get there
     small: int  # norms and biases
     tied: bool
+    stored: tuple[StoredSize, ...] = ()  # of `linear`, the matrices that are quantised in the checkpoint
 
     @property
     def total(self) -> int:
         return self.embedding + self.linear + self.small + (0 if self.tied else self.head)
 
-    def memory(self, itemsize: int, packed_bits: float | None, packed_bytes: int | None = None) -> WeightMemory:
-        """`packed_bits` as in `KernelSet`; `packed_bytes`: what all matrices take, once that is known."""
+    def memory(self, itemsize: int, kernels: KernelSet, packed_bytes: int | None = None) -> WeightMemory:
+        """`packed_bytes`: what all matrices take, once that is known."""
+        packed_bits = kernels.packed_bits
         if packed_bytes is None:
-            packed_bytes = int((self.linear + self.head) * (packed_bits or 8 * itemsize)) // 8
+            usual = packed_bits or 8.0 * itemsize
+            saved = sum(each.saved(kernels, usual) for each in self.stored)
+            packed_bytes = int((self.linear + self.head) * usual - saved) // 8
         read = packed_bytes + self.small * itemsize
         apart = packed_bits is not None or not self.tied
         return WeightMemory(total=read + (self.embedding * itemsize if apart else 0), read=read)
@@ -548,6 +578,7 @@ def count_parameters(path: Path, model: ModelConfig) -> Parameters:
         take_text(checkpoint, model)
         checkpoint.drop(lambda name: name not in shapes)
         checkpoint.require(shapes)
+        stored = tuple(checkpoint.stored_sizes())
     table = model.vocab_size * model.hidden_size
     matrices = sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
     small = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 1)
@@ -559,6 +590,7 @@ def count_parameters(path: Path, model: ModelConfig) -> Parameters:
         tail=sum(math.prod(shapes[name]) for name in matrices_after_attention(model, model.num_layers - 1)),
         small=small,
         tied=model.tie_word_embeddings,
+        stored=stored,
     )
 
 
