@@ -191,10 +191,11 @@ void any_stored_tile(int64_t rows, const StoredPanel& panel, const Codes& codes,
   });
 }
 
-// The weights of the blocks [begin, end) to `out`, [steps][64] pairs; `follows`: what will be read after the panel.
+// The weights of the blocks [begin, end) to `out`: steps `step_bytes` apart, of four vectors of pairs `vec_bytes`
+// apart. `follows`: what will be read after the panel.
 template <typename Codes>
 [[gnu::flatten]] void decode_stored(const StoredPanel& panel, const Codes& codes, int64_t begin, int64_t end, char* out,
-                                    Cold cold, const char* follows) {
+                                    int64_t step_bytes, int64_t vec_bytes, Cold cold, const char* follows) {
   const StoredLayout& layout = panel.layout;
   const int64_t loads = layout.steps / Codes::kSteps;
   for (int64_t block = begin; block < end; ++block) {
@@ -207,12 +208,10 @@ template <typename Codes>
       typename Codes::Load words[kVecs];
       unrolled<kVecs>([&](auto v) { words[v] = Codes::load(at + v * kLanes * 4); });
       unrolled<Codes::kSteps>([&](auto s) {
-        unrolled<kVecs>([&](auto v) {
-          bf16* to = reinterpret_cast<bf16*>(out + s * kStepBytes) + v * 2 * kLanes;
-          pstore(to, codes.template pairs<s>(words[v]));
-        });
+        unrolled<kVecs>(
+            [&](auto v) { pstore(reinterpret_cast<bf16*>(out + v * vec_bytes), codes.template pairs<s>(words[v])); });
+        out += step_bytes;
       });
-      out += Codes::kSteps * kStepBytes;
     }
   }
 }
@@ -259,7 +258,7 @@ void gemm_stored(Pieces& pieces, int worker, const Linear& w, const Rows& rows, 
     const auto ahead = [&] { return Ahead{after, after, 0, 0}; };
     for (int64_t begin = 0; begin < layout.blocks; begin += slice) {
       const int64_t end = std::min(begin + slice, layout.blocks);
-      if (once) decode_stored(panel, codes, begin, end, decoded, cold, after);
+      if (once) decode_stored(panel, codes, begin, end, decoded, kStepBytes, kStepBytes / kVecs, cold, after);
       for (int64_t t = first_tile; t < end_tile; ++t) {
         const int64_t m = placing.first(t), live = placing.rows(t);
         const char* a = static_cast<const char*>(rows.data) + placing.offset(t, begin * layout.steps);
