@@ -206,21 +206,10 @@ class Resolved:
             kv_bytes=pool.num_blocks * self.bytes_per_block,
             bytes_per_block=self.bytes_per_block,
             load_seconds=load_seconds,
-            scheduler=SchedulerConfig(
-                num_blocks=pool.num_blocks,
-                max_model_len=pool.max_model_len,
-                plans_ahead=self.plans_ahead,
-                num_host_blocks=self.num_host_blocks,
-                swap_seconds=swap_seconds,
-                has_states=bool(self.kept_bytes),
-                bidirectional=_is_bidirectional(self.model),
-                why_no_text=_why_no_text(self.model),
-                speculates=asked.speculation != "off",
-                windows=self.layout.windows,
-                limits=asked.limits,
-            ),
+            scheduler=self._scheduler(pool, swap_seconds),
             quantization=asked.quantization,
             stored_as=_stored_as(self.model),
+            keeps_stored=self.kernels.stored_bits is not None and bool(self.parameters.stored),
             kv_cache_dtype=asked.kv_cache_dtype,
             deterministic=asked.deterministic or self.device.type == "cpu",
             implementation=self.implementation,
@@ -240,6 +229,21 @@ class Resolved:
             experts_per_token=self.parameters.top_k,
             layer_attention=self.model.num_heads * self.model.head_dim * (self.model.num_layers - 1),
             sampled_attention=self.model.num_heads * self.model.head_dim,
+        )
+
+    def _scheduler(self, pool: PoolSize, swap_seconds: float) -> SchedulerConfig:
+        return SchedulerConfig(
+            num_blocks=pool.num_blocks,
+            max_model_len=pool.max_model_len,
+            plans_ahead=self.plans_ahead,
+            num_host_blocks=self.num_host_blocks,
+            swap_seconds=swap_seconds,
+            has_states=bool(self.kept_bytes),
+            bidirectional=_is_bidirectional(self.model),
+            why_no_text=_why_no_text(self.model),
+            speculates=self.asked.speculation != "off",
+            windows=self.layout.windows,
+            limits=self.asked.limits,
         )
 
 
@@ -271,7 +275,7 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     to_come = resolved.bytes_beside_pool - min(resolved.weights.total, loading.held_bytes)
     pool = resolved.pool(memory.before_load(to_come))
     decoder = loading.load(memory.positions(pool))
-    loaded = resolved.parameters.memory(resolved.dtype.itemsize, resolved.kernels.packed_bits, decoder.packed_bytes)
+    loaded = resolved.parameters.memory(resolved.dtype.itemsize, resolved.kernels, decoder.packed_bytes)
     resolved = replace(resolved, weights=loaded)
     pool_bytes = memory.after_load(decoder)
     if pool_bytes is not None:
@@ -385,7 +389,7 @@ def resolve(
     replaced_ops: tuple[str, ...] = ()
     if check_kernels and device.type == "cuda" and kernels.name != REFERENCE.name and isinstance(model, ModelConfig):
         kernels, replaced_ops = _checked_kernels(config, model, kernels, device, dtype)
-    weights = parameters.memory(dtype.itemsize, kernels.packed_bits)
+    weights = parameters.memory(dtype.itemsize, kernels)
     if device.type == "cpu" and not kernels.own_threads and config.num_threads is None:
         num_threads = _torch_threads(weights.total)
     layout = _layout(config, model, device)

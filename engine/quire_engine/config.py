@@ -182,7 +182,8 @@ class EnginePlan:
     load_seconds: float
     scheduler: SchedulerConfig
     quantization: Quantization | None = None
-    stored_as: str = ""  # the form of the checkpoint's matrices, where they are quantised and decoded at load
+    stored_as: str = ""  # the form of the checkpoint's matrices, where they are quantised
+    keeps_stored: bool = False  # the kernels compute with that form; else they are decoded at load
     kv_cache_dtype: KVCacheDType = "auto"
     deterministic: bool = False  # a row's bits do not depend on its batch
     replaced_ops: tuple[str, ...] = ()  # ops that failed their check at start and run on the reference

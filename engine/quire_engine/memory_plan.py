@@ -139,7 +139,9 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
     else:
         pace = f" about {limits.itl_target:g} s beside running streams;" if limits.itl_target else ""
     by = f" by {plan.implementation}" if plan.implementation else ""
-    stored = f", decoded from {plan.stored_as}" if plan.stored_as else ""
+    stored = ""
+    if plan.stored_as:
+        stored = f", kept as {plan.stored_as}" if plan.keeps_stored else f", decoded from {plan.stored_as}"
     active = plan.layer_parameters + plan.sampled_parameters
     some = f", {active:,} of them for a token" if plan.experts > 1 else ""
     lines = [

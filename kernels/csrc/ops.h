@@ -12,6 +12,7 @@
 #include "gemm/norm.h"
 #include "simd/bf16.h"
 #include "weights/linear.h"
+#include "weights/source.h"
 
 // Before every function that Python calls, where it is declared and where it is defined: a definition that differs from
 // its declaration is then an error, and no overload.
@@ -88,6 +89,13 @@ QUIRE_API int32_t quire_lay_out(Context* context, const Linear* w, const bf16* r
 // Fills w->packed, for int8 and int4 w->scales and for int8 w->sums, from bf16 rows [n, columns]; for gate-up from
 // `rows` and `above`, [n / 2, columns] each.
 QUIRE_API int32_t quire_pack(Context* context, const Linear* w, const bf16* rows, const bf16* above);
+
+// Fills w->packed, whose places quire_lay_out knows without rows, from a matrix as others quantised it; for gate-up
+// from `rows` and `above`, n / 2 rows each.
+QUIRE_API int32_t quire_pack_stored(Context* context, const Linear* w, const StoredRows* rows, const StoredRows* above);
+
+// Of every panel of such a matrix.
+QUIRE_API int64_t quire_stored_panel_bytes(const Linear* w);
 
 // Whether all of `count` values are finite numbers, into `finite`.
 QUIRE_API int32_t quire_all_finite(Context* context, const bf16* values, int64_t count, uint8_t* finite);

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire_kernels.packed_form import PackedForm
+from quire_kernels.stored import StoredKind, StoredMatrix
 
 # Weight formats of the C++ kernels: 8 bits per value, or 4 with a scale for every 32.
 Quantization = Literal["int8", "int4"]
@@ -320,6 +321,12 @@ class KernelSet:
         Called once per matrix at load. May keep `weight` or copy it.
     pack_gate_up(gate [I, K], up [I, K], bias [2 I] | None) -> LinearWeight
         The bias is the gate's, then up's.
+    pack_stored(matrices, bias [N] | None) -> LinearWeight | None, or None
+        A matrix as others quantised it (stored.py), or gate and up, without a change of its numbers. None: there is no
+        form for it, so that it is decoded and packed as any other.
+    stored_bits(matrix's kind, group_size, columns) -> float | None, or None
+        Of a value, at most; None: there is no form for it. Without it such matrices take no less memory than others, so
+        that a model is loaded with decoded ones.
     embed(table [V, H], ids [T] int64) -> [T, H]
     norm_linear(x [T, K], norm, w) -> [T, N]
         The norm, None for none, then the projection with its bias. For QKV.
@@ -408,6 +415,8 @@ class KernelSet:
     attention_scratch: Callable[[int, int, int, int], int] | None = None
     copy_blocks: Callable[[Tensor, Sequence[tuple[int, int]]], None] | None = None
     bind_layers: Callable[[Sequence[LayerOp]], BoundLayers] | None = None
+    pack_stored: Callable[[Sequence[StoredMatrix], Tensor | None], LinearWeight | None] | None = None
+    stored_bits: Callable[[StoredKind, int, int], float | None] | None = None
     # Whether attention's launches depend only on the numbers of rows and sequences and on bounds of lengths. Then it
     # also handles sequences without rows, and rows without a sequence, whose results are undefined.
     bounded_attention: bool = False

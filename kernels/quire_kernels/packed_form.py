@@ -6,17 +6,20 @@ Must not know: the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+
+from quire_kernels.stored import StoredMatrix
 
 Allocate = Callable[
     [int], Tensor
 ]  # a number of bytes -> uint8 of that many, zeroed, 64-byte aligned, kept by the tensor
 PackLinear = Callable[[Tensor, Tensor | None], Any]  # as in `KernelSet`
 PackGateUp = Callable[[Tensor, Tensor, Tensor | None], Any]
+PackStored = Callable[[Sequence[StoredMatrix], Tensor | None], Any | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +28,7 @@ class PackedForm:
 
     packer(allocate) -> pack_linear and pack_gate_up, which take all memory for a matrix from `allocate`
         They read the tensors that they are given and keep none.
+    stored_packer(allocate) -> pack_stored, likewise
     most_bytes(rows, columns) -> int
         An upper bound on the bytes of one matrix of that size, alignment included.
     facts(weight) -> numbers that describe the matrix, and parts(weight) -> its memory by names
@@ -38,6 +42,7 @@ class PackedForm:
 
     name: str  # all that the bytes depend on except the weights: version, instruction set, kind
     packer: Callable[[Allocate], tuple[PackLinear, PackGateUp]]
+    stored_packer: Callable[[Allocate], PackStored]
     most_bytes: Callable[[int, int], int]
     facts: Callable[[Any], dict[str, int]]
     parts: Callable[[Any], dict[str, Tensor]]

@@ -12,6 +12,7 @@ from quire_kernels.cpu.choice import load_chosen
 from quire_kernels.cpu.packing import PACKING_VERSION
 from quire_kernels.cpu.variants import usable_variants
 from support.cpu_linear import KINDS, SHAPES, apply_ops, kernel_set, operands
+from support.cpu_stored import FORMS, stored_matrix
 
 VARIANTS = [variant.name for variant in usable_variants()]
 BEST = VARIANTS[0]
@@ -76,6 +77,84 @@ def test_memory_that_is_no_packed_matrix_is_refused(kind):
     refused({**facts, "columns": 1 << 20})
     refused({**facts, "gate_up": 2})
     form.restore(facts, copied(form.parts(packed)))
+
+
+def stored_matrices(name, n, k):
+    """Of one form of others, plain and as gate and up, with biases: the form of packed matrices, and they."""
+    kernels, matrix = kernel_set(BEST), stored_matrix(name, n, k)
+    form, bias = kernels.packed_form, torch.linspace(-1, 1, n).bfloat16()
+    pack = form.stored_packer(allocate)
+    halves = [matrix.over_rows(lambda part, rows=rows: part[rows]) for rows in (slice(n // 2), slice(n // 2, n))]
+    return form, pack([matrix], None), pack([matrix], bias), pack(halves, bias)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_what_others_quantised_is_restored_too(name, n, k):
+    form, *packed = stored_matrices(name, n, k)
+    restored = [form.restore(form.facts(each), copied(form.parts(each))) for each in packed]
+    kernels, given = kernel_set(BEST), operands(n, k, 3)
+    expected, got = apply_ops(kernels, given, *packed), apply_ops(kernels, given, *restored)
+    assert all(torch.equal(expected[op], got[op]) for op in expected)
+    for each in packed:
+        assert sum(-(-tensor.nbytes // 64) * 64 for tensor in form.parts(each).values()) <= form.most_bytes(n, k)
+
+
+@pytest.mark.parametrize("name", ["awq", "q4_k", "q6_k", "fp8"])
+def test_memory_that_is_no_matrix_of_others_is_refused(name):
+    form, packed, *_ = stored_matrices(name, 130, 512)
+    facts, parts = form.facts(packed), copied(form.parts(packed))
+    form.restore(facts, parts)
+    group = facts["group"]
+    for wrong in (
+        {"kind": 6},
+        {"kind": 1},
+        {"group": 0},
+        {"group": -group},
+        {"group": 24},
+        {"group": 64 if group != 64 else 32},
+        {"scale_form": 4},
+        {"scale_form": -1},
+        {"offset_form": 6},
+        {"columns": 1024},
+        {"n": 65},
+    ):
+        with pytest.raises(ValueError):
+            form.restore(facts | wrong, parts)
+    changed = parts | {"table": parts["table"][:32]} if "table" in parts else parts | {"table": allocate(64)}
+    with pytest.raises(ValueError):
+        form.restore(facts, changed)
+
+
+STORED_DIGESTS = {
+    (1, "awq"): "2ebed1b154f5635a",
+    (1, "q4_k"): "f13a226b1ca0464d",
+    (1, "q6_k"): "4e2db2aa9dbec808",
+    (1, "fp8"): "eeadb8db57fc46a5",
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", ["awq", "q4_k", "q6_k", "fp8"])
+def test_the_version_changes_with_what_others_quantised(variant, name):
+    def numbers(shape, least, count):
+        return least + torch.arange(shape[0] * shape[1]).view(shape) * 7919 % 2003 % count
+
+    made = stored_matrix(name, 130, 512)
+    steps = {"scales": 1e-3, "scale_units": 1e-4, "offset_units": -1e-4}
+    counts = {"codes": 16 if made.table else 120, "scales": 63, "offsets": 63, "zero_points": 15}
+
+    def of_formula(part):
+        like = getattr(made, part)
+        values = numbers(like.shape, 1, counts.get(part, 50))
+        return (values * steps.get(part, 1) if like.is_floating_point() else values - 1).to(like.dtype)
+
+    form = kernel_set(variant).packed_form
+    packed = form.stored_packer(allocate)([made.with_parts(of_formula)], None)
+    digest = hashlib.sha256()
+    for _, part in sorted(form.parts(packed).items()):
+        digest.update(part.view(torch.uint8).numpy().tobytes())
+    assert digest.hexdigest()[:16] == STORED_DIGESTS[PACKING_VERSION, name]
 
 
 # Of packed memory. A change of these without a change of PACKING_VERSION would take files of another layout for ours.

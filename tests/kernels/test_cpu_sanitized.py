@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 SELECTED = (
     *("poisoned", "33-7]", "16-1]", "8352-7]", "definition", "unused_slots", "copied", "turned", "outside"),
     *("no_rows", "meet_in_one", "extreme", "bit_for_bit and 769", "stay_as_they_are", "decode_alike"),
+    *("nan_stays_alone", "every_code", "last_bit and 130-96"),
 )
 TOO_FAR = """
 import sys

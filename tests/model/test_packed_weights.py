@@ -25,6 +25,7 @@ from quire_kernels.kernel_set import AttentionShape, ExpertMatrices, Norm, Routi
 from support.checkpoints import shared_checkpoint
 from support.limits import engine_config
 from support.offline import generate
+from support.quantised import FORMS, make_quantised
 
 KINDS = (None, "int8", "int4")
 Words = list[tuple[str, int, int]]
@@ -112,6 +113,28 @@ def wait_for_file(folder: Path) -> Path:
             return found[0]
         time.sleep(0.01)
     raise TimeoutError
+
+
+@pytest.mark.parametrize("form", ["awq", "W8A16", "fp8 by row"])
+def test_what_others_quantised_stays_so_on_each_way(form, tmp_path, fd):
+    path, _ = make_quantised(tmp_path, FORMS[form], "qwen2")
+    folder = tmp_path / "packed"
+    plain, _ = started(path, None)
+    packed, _ = started(path, folder, fd)
+    wait_for_file(folder)
+    mapped, words = started(path, folder, fd)
+    assert phases(words) == ["preparing", "mapping weights"]
+    read, words = started(path, folder)
+    assert "reading packed weights" in phases(words)
+    expected = weights(plain)
+    for other in (packed, mapped, read):
+        got = weights(other)
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert tokens(other) == tokens(plain)
+    requantised, words = started(path, folder, quantization="int8")  # another file
+    assert "packing weights" in phases(words)
+    assert tokens(requantised)
 
 
 @pytest.mark.parametrize("kind", KINDS)

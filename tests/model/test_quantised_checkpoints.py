@@ -15,6 +15,9 @@ from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.checkpoint import open_checkpoint
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.weights import take_text
+from quire_engine.memory_plan import plan_text
+from quire_kernels.cpu.ops import cpu_kernel_set
+from quire_kernels.kernel_set import KernelSet, LinearAdd, NormGateUp, NormLinear
 from support.limits import engine_config
 from support.model_steps import Model, random_ids
 from support.quantised import FORMS, make_quantised
@@ -45,8 +48,59 @@ def test_logits_are_those_of_the_numbers_in_the_clear(family: str, tmp_path: Pat
     assert torch.equal(Model(quantised).logits(ids, 40), Model(dense).logits(ids, 40))
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_a_server_answers_as_with_the_numbers_in_the_clear(quantization: str | None, tmp_path: Path) -> None:
+# Groups of 40 columns have no form, and those of columns in the order of their activations lie apart.
+KEPT = ("gptq", "gptq in 8 bits", "awq", "W4A16", "W8A16", "W8A8", "FP8 of compressed-tensors", "fp8 by row")
+DECODED = ("gptq in activation order", "fp8 by block", "W4A16 with zero points, in activation order")
+
+
+def on_cpu_kernels(path: Path, quantization: str | None = None) -> tuple[Model, KernelSet]:
+    kernels = cpu_kernel_set(1, quantization)
+    return Model(path, dtype=torch.bfloat16, kernels=kernels), kernels
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_matrices_stay_as_they_are_stored(name: str, tmp_path: Path) -> None:
+    quantised, dense = make_quantised(tmp_path, FORMS[name])
+    exact = load_file(str(dense / "model.safetensors"))
+    model, kernels = on_cpu_kernels(quantised)
+    assert kernels.linear is not None
+    program = model.decoder._weights.program
+    packed = {type(op).__name__: op.weight for op in program if isinstance(op, NormLinear | LinearAdd | NormGateUp)}
+    assert all(weight.args.kind >= 3 for weight in packed.values())
+    layer = "model.layers.1."
+    wanted = torch.cat([exact[f"{layer}self_attn.{each}_proj.weight"] for each in "qkv"])
+    for weight, numbers in (
+        (packed["NormLinear"], wanted),
+        (packed["LinearAdd"], exact[f"{layer}mlp.down_proj.weight"]),
+    ):  # a row of one 1 gives a column of the matrix
+        assert torch.equal(kernels.linear(torch.eye(numbers.shape[1]).bfloat16(), weight, True).T, numbers)
+    few = Model(dense, dtype=torch.bfloat16, kernels=kernels).decoder.packed_bytes
+    assert (model.decoder.packed_bytes or 0) < (few or 0)
+
+    ids = random_ids(40, vocab_size=200)
+    truth, got = Model(dense).logits(ids, 40), model.logits(ids, 40)
+    assert (got - truth).norm() < 0.02 * truth.norm()
+    assert torch.equal(model.logits(ids, 1), got)
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_what_has_no_form_is_decoded(name: str, tmp_path: Path) -> None:
+    ids = random_ids(20, vocab_size=200)
+    logits = [on_cpu_kernels(path)[0].logits(ids, 20) for path in make_quantised(tmp_path, FORMS[name])]
+    assert torch.equal(*logits)
+
+
+def test_fused_matrices_stay_too(tmp_path: Path) -> None:
+    quantised, dense = make_quantised(tmp_path, FORMS["gptq"], "phi3")
+    model, _ = on_cpu_kernels(quantised)
+    assert all(op.weight.args.kind == 3 for op in model.decoder._weights.program if isinstance(op, NormGateUp))
+    ids = random_ids(40, vocab_size=200)
+    truth, got = Model(dense).logits(ids, 40), model.logits(ids, 40)
+    assert (got - truth).norm() < 0.02 * truth.norm()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_server_answers_as_with_the_numbers_in_the_clear(quantization: str, tmp_path: Path) -> None:
     asked = [("/v1/completions", {"prompt": "Once upon", "max_tokens": 12, "temperature": 0, "logprobs": 3, "seed": 1})]
     replies = []
     for path in make_quantised(tmp_path, FORMS["awq"]):
@@ -66,10 +120,18 @@ def test_a_server_answers_as_with_the_numbers_in_the_clear(quantization: str | N
 
 def test_the_plan_counts_the_numbers_and_not_the_words(tmp_path: Path) -> None:
     paths = make_quantised(tmp_path, FORMS["gptq"])
-    plans = [resolve_plan(engine_config(model=str(path), device="cpu")) for path in paths]
-    assert plans[0].num_parameters == plans[1].num_parameters
-    assert plans[0].weights_bytes == plans[1].weights_bytes
-    assert [plan.stored_as for plan in plans] == ["GPTQ, 4 bits", ""]
+    for kernels in ("reference", "cpu"):
+        configs = [engine_config(model=str(path), device="cpu", dtype="bfloat16", kernels=kernels) for path in paths]
+        plans = [resolve_plan(config) for config in configs]
+        assert plans[0].num_parameters == plans[1].num_parameters
+        assert [plan.stored_as for plan in plans] == ["GPTQ, 4 bits", ""]
+        if kernels == "reference":
+            assert plans[0].weights_bytes == plans[1].weights_bytes
+            assert "decoded from GPTQ, 4 bits" in plan_text(plans[0])
+        else:
+            assert "kept as GPTQ, 4 bits" in plan_text(plans[0])
+            loaded = [build(config).plan.weights_bytes for config in configs]
+            assert 0.9 < (plans[0].weights_bytes - plans[1].weights_bytes) / (loaded[0] - loaded[1]) < 1.3
 
 
 def changed(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Parts], None]:

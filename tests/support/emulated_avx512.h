@@ -161,6 +161,9 @@ inline __m512i slli_epi32(__m512i a, int n) { return (__m512i)((Words)a << n); }
 inline __m512i srli_epi32(__m512i a, int n) { return (__m512i)((Words)a >> n); }
 inline __m512i slli_epi16(__m512i a, int n) { return (__m512i)((UnsignedShorts)a << n); }
 inline __m512i srli_epi16(__m512i a, int n) { return (__m512i)((UnsignedShorts)a >> n); }
+inline __m512i srai_epi32(__m512i a, int n) {
+  return by_halves([n](__m256i x) { return _mm256_srai_epi32(x, n); }, a);
+}
 inline __m512i srai_epi16(__m512i a, int n) { return (__m512i)((Shorts)a >> n); }
 inline __m512i madd_epi16(__m512i a, __m512i b) {
   return by_halves([](__m256i x, __m256i y) { return _mm256_madd_epi16(x, y); }, a, b);
@@ -205,6 +208,18 @@ inline __m512 cvtepi32_ps(__m512i a) { return converted<float, int32_t, __m512, 
 inline __m512i cvtps_epi32(__m512 a) {
   return whole(_mm256_cvtps_epi32(halves(a).lo), _mm256_cvtps_epi32(halves(a).hi));
 }
+inline __m512 cvtph_ps(__m256i a) {
+  const Elements<uint16_t, 32> halves(a);
+  Elements<float> x{};
+  for (int i = 0; i < x.kCount; ++i) {
+    const int exponent = halves.at[i] >> 10 & 31, mantissa = halves.at[i] & 1023;
+    if (exponent == 31) unexpected();
+    const float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -24)
+                                          : std::ldexp(static_cast<float>(1024 + mantissa), exponent - 25);
+    x.at[i] = halves.at[i] >> 15 != 0 ? -magnitude : magnitude;
+  }
+  return x.as<__m512>();
+}
 // To nearest, denormals to zero, a NaN to a quiet one.
 inline __m256i cvtneps_pbh(__m512 a) {
   Elements<uint32_t> x(a);
@@ -225,6 +240,18 @@ inline __m512i mask_mov_epi32(__m512i from, __mmask16 mask, __m512i a) {
   const Elements<uint32_t> y(a);
   for (int i = 0; i < x.kCount; ++i) x.at[i] = mask >> i & 1 ? y.at[i] : x.at[i];
   return x.as<__m512i>();
+}
+inline __m512i mask_permutexvar_epi16(__m512i from, __mmask32 mask, __m512i index, __m512i a) {
+  Elements<uint16_t> x(from);
+  const Elements<uint16_t> y(permutexvar_epi16(index, a));
+  for (int i = 0; i < x.kCount; ++i) x.at[i] = mask >> i & 1 ? y.at[i] : x.at[i];
+  return x.as<__m512i>();
+}
+inline __mmask32 testn_epi16_mask(__m512i a, __m512i b) {
+  const Elements<uint16_t> x(and_si512(a, b));
+  unsigned mask = 0;
+  for (int i = 0; i < x.kCount; ++i) mask |= unsigned{x.at[i] == 0} << i;
+  return mask;
 }
 inline __m512i mask_set1_epi16(__m512i from, __mmask32 mask, short value) {
   Elements<int16_t> x(from);

@@ -6,6 +6,8 @@
 #include "gemm/gemm_group_tiles.h"
 #include "gemm/gemm_partition.h"
 #include "gemm/gemm_prefetch.h"
+#include "gemm/gemm_stored.h"
+#include "gemm/gemm_stored_tiles.h"
 #include "gemm/gemm_tile.h"
 #include "gemm/gemm_tiles.h"
 #include "weights/coded.h"
@@ -254,13 +256,16 @@ int64_t gemm_scratch_bytes(const Linear& w, int64_t m) {
     using Kind = decltype(kind);
 #if defined(QUIRE_AMX)
     if (takes_tiles<Kind>(w, m)) {
-      if constexpr (Kind::kGrouped) {
+      if constexpr (Kind::kStored) {
+        return stored_tiles_bytes(w, m);
+      } else if constexpr (Kind::kGrouped) {
         return group_tiles_bytes<Kind>(w, m);
       } else {
         return tiled_bytes<Kind>(w, m);
       }
     }
 #endif
+    if constexpr (Kind::kStored) return stored_bytes(m);
     return sums_bytes<Kind>(w, m) + decoded_bytes<Kind>(w, m);
   });
 }
@@ -271,7 +276,9 @@ void gemm_worker(Deal& pieces, int worker, const Linear& w, const Rows& rows, co
 #if defined(QUIRE_AMX)
     [[maybe_unused]] const FloatsOf<Kind> floats{};
     if (takes_tiles<Kind>(w, rows.m)) {
-      if constexpr (Kind::kGrouped) {
+      if constexpr (Kind::kStored) {
+        return gemm_stored_tiles<Kind>(pieces, worker, w, rows, out, scratch);
+      } else if constexpr (Kind::kGrouped) {
         return gemm_group_tiles<Kind>(pieces, worker, w, rows, out, scratch);
       } else {
         return gemm_tiled<Kind>(pieces, worker, w, rows, out, scratch);
@@ -279,7 +286,9 @@ void gemm_worker(Deal& pieces, int worker, const Linear& w, const Rows& rows, co
     }
 #endif
     float* sums = reinterpret_cast<float*>(scratch);
-    if constexpr (Kind::kGrouped) {
+    if constexpr (Kind::kStored) {
+      gemm_stored<Kind>(pieces, worker, w, rows, out, scratch, kGroupTiles);
+    } else if constexpr (Kind::kGrouped) {
       gemm_grouped<Kind>(pieces, worker, w, rows, out, sums);
     } else {
       gemm_stepped<Kind>(pieces, worker, w, rows, out, sums, scratch + sums_bytes<Kind>(w, rows.m));

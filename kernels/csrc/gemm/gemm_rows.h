@@ -12,6 +12,7 @@
 
 #include "simd/simd.h"
 #include "weights/linear.h"
+#include "weights/stored.h"
 
 namespace quire {
 
@@ -92,6 +93,12 @@ struct TileBlocks {
   int64_t rows, depth, count, height;
   int64_t first, second;  // rows of a block's tiles; 0: it has but one
 };
+
+// Sums of a prepared row's groups, of four bytes each.
+template <typename Kind>
+int64_t sums_per_row(const Linear& w) {
+  return Kind::kStored ? stored_groups(w) : w.k / kGroup;
+}
 
 template <typename Kind>
 int64_t row_bytes(const Linear& w) {

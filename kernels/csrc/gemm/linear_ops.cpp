@@ -24,7 +24,7 @@ struct Input {
 
 template <typename Kind>
 int64_t rows_bytes(const Linear& w, int64_t m) {
-  return aligned(placed_bytes<Kind>(w, m)) + aligned(m * 4) + aligned(m * (w.k / kGroup) * 4);
+  return aligned(placed_bytes<Kind>(w, m)) + aligned(m * 4) + aligned(m * sums_per_row<Kind>(w) * 4);
 }
 
 // Prepared rows: data, scales and group sums, one after the other.
@@ -45,7 +45,7 @@ void prepare_row(const Linear& w, const Input& in, int64_t row, const Prepared<K
   const bool apart = lies_apart<Kind>(w, in.m);
   char* data = apart ? whole : to.data + row * row_bytes<Kind>(w);
   const RawRow raw{in.data + row * w.columns, in.norm, w.columns};
-  Kind::prepare(w, raw, normed, data, to.scales + row, to.sums + row * (w.k / kGroup));
+  Kind::prepare(w, raw, normed, data, to.scales + row, to.sums + row * sums_per_row<Kind>(w));
   if (apart) take_apart<Kind>(w, in.m, row, whole, to.data);
 }
 

@@ -30,6 +30,17 @@ constexpr Layout kLayouts[] = {
     QUIRE_FIELD(Linear, scales),
     QUIRE_FIELD(Linear, sums),
     QUIRE_FIELD(Linear, bias),
+    QUIRE_FIELD(Linear, group),
+    QUIRE_FIELD(Linear, scale_form),
+    QUIRE_FIELD(Linear, offset_form),
+    QUIRE_FIELD(Linear, table),
+
+    QUIRE_STRUCTURE(StoredRows),
+    QUIRE_FIELD(StoredRows, codes),
+    QUIRE_FIELD(StoredRows, scales),
+    QUIRE_FIELD(StoredRows, scale_units),
+    QUIRE_FIELD(StoredRows, offsets),
+    QUIRE_FIELD(StoredRows, offset_units),
 
     QUIRE_STRUCTURE(Norm),
     QUIRE_FIELD(Norm, weight),

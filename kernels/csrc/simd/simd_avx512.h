@@ -54,6 +54,13 @@ inline Vec vload_scales(const uint8_t* p) {
   const __m512i kept = _mm512_set1_epi32(static_cast<int>(kScaleBits)), set = _mm512_set1_epi32(kScaleLeast);
   return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_slli_epi32(bits, kScaleShift), kept, set, kKeptOrSet))};
 }
+// Sixteen fp16, and sixteen signed bytes.
+inline Vec vload_half(const uint16_t* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline Vec vload_bytes(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
 inline Pairs pload(const bf16* p) { return {_mm512_loadu_si512(p)}; }
 inline void pstore(bf16* p, Pairs a) { _mm512_storeu_si512(p, a.v); }
 // The first (0) or second elements of the pairs.

@@ -137,6 +137,23 @@ inline Vec vload_scales(const uint8_t* p) {
     return Float4{scale_of(four[0]), scale_of(four[1]), scale_of(four[2]), scale_of(four[3])};
   });
 }
+// Sixteen fp16, all finite, and sixteen signed bytes.
+inline Vec vload_half(const uint16_t* p) {
+  return each<Vec>([=](auto i) {
+    const Word4 bits = converted<Word4>(loaded<Half4>(p + 4 * i)), magnitude = bits & 0x7fff;
+    // Those below the normal ones are multiples of 2^-24.
+    const Float4 small = converted<Float4>(magnitude) * 0x1p-24f;
+    const Word4 normal = (magnitude << 13) + ((127 - 15) << 23);
+    const Word4 value = magnitude < 0x400 ? bits_as<Word4>(small) : normal;
+    return bits_as<Float4>(value | (bits >> 15) << 31);
+  });
+}
+inline Vec vload_bytes(const int8_t* p) {
+  return each<Vec>([=](auto i) {
+    const int8_t* four = p + 4 * i;
+    return converted<Float4>(Int4{four[0], four[1], four[2], four[3]});
+  });
+}
 inline Pairs pload(const bf16* p) { return loaded<Pairs>(p); }
 inline void pstore(bf16* p, Pairs a) { std::memcpy(p, &a, sizeof(a)); }
 

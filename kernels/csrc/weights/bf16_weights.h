@@ -14,6 +14,7 @@
 namespace quire {
 
 struct Bf16Weights {
+  static constexpr bool kStored = false;
   static constexpr bool kGrouped = false;
   static constexpr bool kMayBeCoded = true;
   static constexpr int64_t kValuesPerStep = 2;

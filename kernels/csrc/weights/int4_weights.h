@@ -23,6 +23,7 @@ struct WideGroup {
 #endif
 
 struct Int4Weights {
+  static constexpr bool kStored = false;
   static constexpr bool kGrouped = true;
   static constexpr bool kMayBeCoded = false;
   static constexpr int64_t kValuesPerStep = 4;  // of an activation row

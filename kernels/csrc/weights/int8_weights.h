@@ -15,6 +15,7 @@
 namespace quire {
 
 struct Int8Weights {
+  static constexpr bool kStored = false;
   static constexpr bool kGrouped = false;
   static constexpr bool kMayBeCoded = false;
   static constexpr int64_t kValuesPerStep = 4;

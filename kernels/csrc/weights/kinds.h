@@ -9,23 +9,44 @@
 //             widen; kChained, whether fewer add in the same order, as gemm_chains.h does
 //   finish    Scale, from sums to values
 //
+// A kind that others quantised, kStored, has Codes in place of a pack and products (stored_codes.h), and adds as bf16.
+//
 // Promises: a new kind is its own header, its number in WeightKind and its line here. Must not know: what they do.
 #pragma once
 
 #include "weights/bf16_weights.h"
 #include "weights/int4_weights.h"
 #include "weights/int8_weights.h"
+#include "weights/stored_weights.h"
 
 namespace quire {
 
-// f with the traits of a kind.
+// f with the traits of a kind that is made here of bf16.
 template <typename F>
-inline auto with_kind(WeightKind kind, const F& f) {
+inline auto with_made_kind(WeightKind kind, const F& f) {
   switch (kind) {
     case WeightKind::kBf16: return f(Bf16Weights{});
     case WeightKind::kInt8: return f(Int8Weights{});
     default: return f(Int4Weights{});
   }
+}
+
+// f with the traits of a kind that others quantised.
+template <typename F>
+inline auto with_stored_kind(WeightKind kind, const F& f) {
+  switch (kind) {
+    case WeightKind::kNibbles: return f(StoredWeights<Nibbles>{});
+    case WeightKind::kBytes: return f(StoredWeights<SignedBytes>{});
+    default: return f(StoredWeights<E4m3>{});
+  }
+}
+
+inline bool is_stored(WeightKind kind) { return kind >= WeightKind::kNibbles; }
+
+// f with the traits of a kind.
+template <typename F>
+inline auto with_kind(WeightKind kind, const F& f) {
+  return is_stored(kind) ? with_stored_kind(kind, f) : with_made_kind(kind, f);
 }
 
 }  // namespace quire

@@ -36,7 +36,7 @@ QUIRE_API int32_t quire_pack(Context* context, const Linear* w, const bf16* rows
     int32_t* sums = const_cast<int32_t*>(w->sums);
     Pool& pool = context->pool;
     context->reserve_own(2 * static_cast<size_t>(kPanelRows * w->k) * sizeof(bf16));
-    with_kind(w->kind, [&](auto kind) {
+    with_made_kind(w->kind, [&](auto kind) {
       pool.run([&](int worker) {
         char* stage = context->own[static_cast<size_t>(worker)].data();
         Piece piece;
@@ -45,6 +45,25 @@ QUIRE_API int32_t quire_pack(Context* context, const Linear* w, const bf16* rows
           const Panel to{const_cast<char*>(panel_at(*w, panel)), scales == nullptr ? nullptr : scales + lane,
                          sums == nullptr ? nullptr : sums + lane};
           kind.pack(*w, from, panel, stage, to);
+        }
+      });
+    });
+  });
+}
+
+QUIRE_API int64_t quire_stored_panel_bytes(const Linear* w) {
+  return with_stored_kind(w->kind, [&](auto kind) { return kind.panel_bytes(*w); });
+}
+
+QUIRE_API int32_t quire_pack_stored(Context* context, const Linear* w, const StoredRows* rows,
+                                    const StoredRows* above) {
+  return guarded(context, [&] {
+    Pool& pool = context->pool;
+    with_stored_kind(w->kind, [&](auto kind) {
+      pool.run([&](int worker) {
+        Piece piece;
+        while (pool.first.take(worker, panel_count(*w), 1, &piece)) {
+          kind.pack_stored(*w, *rows, above, piece.begin, const_cast<char*>(panel_at(*w, piece.begin)));
         }
       });
     });

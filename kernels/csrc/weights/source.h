@@ -14,16 +14,33 @@ struct Source {
   const bf16* above;  // gate-up: the up matrix, else null
 };
 
+// A matrix of a kind of weights/stored.h as it comes: [n, columns] codes in a byte each, and in the matrix's forms
+// scales and offsets [n, groups], with their units [n, spans of 256 columns] if they have any.
+struct StoredRows {
+  const uint8_t* codes;
+  const void* scales;
+  const uint16_t* scale_units;
+  const void* offsets;
+  const uint16_t* offset_units;
+};
+
+// The row of a matrix in a lane of a panel, -1 past the last one; `of_above`: of the up matrix.
+struct RowPlace {
+  RowPlace(const Linear& w, int64_t panel, int64_t lane) {
+    constexpr int64_t kHalf = kPanelRows / 2;
+    row = w.gate_up ? panel * kHalf + lane % kHalf : panel * kPanelRows + lane;
+    of_above = w.gate_up && lane >= kHalf;
+    if (row >= (w.gate_up ? w.n / 2 : w.n)) row = -1;
+  }
+  int64_t row;
+  bool of_above;
+};
+
 // The matrix row in a lane of a panel, or null past the last one.
 inline const bf16* source_row(const Linear& w, const Source& from, int64_t panel, int64_t lane) {
-  if (!w.gate_up) {
-    const int64_t row = panel * kPanelRows + lane;
-    return row < w.n ? from.rows + row * w.columns : nullptr;
-  }
-  constexpr int64_t kHalf = kPanelRows / 2;
-  const int64_t row = panel * kHalf + lane % kHalf;
-  if (row >= w.n / 2) return nullptr;
-  return (lane < kHalf ? from.rows : from.above) + row * w.columns;
+  const RowPlace place(w, panel, lane);
+  if (place.row < 0) return nullptr;
+  return (place.of_above ? from.above : from.rows) + place.row * w.columns;
 }
 
 // What packing one panel fills.

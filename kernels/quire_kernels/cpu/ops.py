@@ -14,6 +14,7 @@ from quire_kernels.cpu.layers import CpuLayers
 from quire_kernels.cpu.library import OnCompiled
 from quire_kernels.cpu.linear import LinearOps
 from quire_kernels.cpu.packing import KINDS, Packer, packed_form
+from quire_kernels.cpu.stored import stored_bits
 from quire_kernels.cpu.topology import by_core
 from quire_kernels.kernel_set import KernelSet, Quantization
 from quire_kernels.reference import REFERENCE
@@ -46,6 +47,9 @@ def cpu_kernel_set(
         name="cpu",
         pack_linear=packer.linear,
         pack_gate_up=packer.gate_up,
+        # What is to be quantised here is decoded first.
+        pack_stored=packer.stored if quantization is None else None,
+        stored_bits=stored_bits if quantization is None else None,
         embed=REFERENCE.embed,
         norm_linear=linear.norm_linear,
         norm_gate_up=linear.norm_gate_up,

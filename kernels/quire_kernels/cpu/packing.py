@@ -7,7 +7,7 @@ layers.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,8 +16,19 @@ from torch import Tensor
 
 from quire_kernels.cpu.context import Context
 from quire_kernels.cpu.signatures import LinearArgs
+from quire_kernels.cpu.stored import (
+    K_MULTIPLE,
+    LEAST_GROUP,
+    STORED_KINDS,
+    OffsetForm,
+    ScaleForm,
+    StoredForm,
+    has_form,
+    in_one_form,
+)
 from quire_kernels.kernel_set import Quantization
-from quire_kernels.packed_form import Allocate, PackedForm, PackGateUp, PackLinear
+from quire_kernels.packed_form import Allocate, PackedForm, PackGateUp, PackLinear, PackStored
+from quire_kernels.stored import UNIT_COLUMNS, StoredMatrix
 
 # Version of the packed bytes of all kinds; files of other versions are packed anew.
 PACKING_VERSION = 1
@@ -29,30 +40,32 @@ _PARTS = {
     "scales": torch.float32,
     "sums": torch.int32,
     "bias": torch.float32,
+    "table": torch.bfloat16,
 }
 _PANEL_ROWS = 64
-_K_MULTIPLE = 32
 _MAX_K = 65536  # sums of products of bytes must fit into int32
 _ALIGNMENT = 64
+_TABLE = 32  # entries of the table of nibbles
+_FORM = ("kind", "group", "scale_form", "offset_form")  # facts of kinds that others quantised, as in `StoredForm`
 
 
 class WeightKind(NamedTuple):
     """How weights are held: one of `enum WeightKind` in C++."""
 
     number: int  # there
-    group_bytes: int  # of _K_MULTIPLE values of a row, at most
+    group_bytes: int  # of K_MULTIPLE values of a row, at most
     lane_parts: tuple[str, ...] = ()  # what is kept for every output row
 
     @property
     def bits(self) -> float:
         """Of a value, at most."""
-        return self.group_bytes * 8 / _K_MULTIPLE
+        return self.group_bytes * 8 / K_MULTIPLE
 
 
 KINDS: dict[Quantization | None, WeightKind] = {
-    None: WeightKind(0, 2 * _K_MULTIPLE),
-    "int8": WeightKind(1, _K_MULTIPLE, ("scales", "sums")),
-    "int4": WeightKind(2, _K_MULTIPLE // 2 + 1, ("scales",)),  # a group has a byte of scale
+    None: WeightKind(0, 2 * K_MULTIPLE),
+    "int8": WeightKind(1, K_MULTIPLE, ("scales", "sums")),
+    "int4": WeightKind(2, K_MULTIPLE // 2 + 1, ("scales",)),  # a group has a byte of scale
 }
 
 
@@ -83,27 +96,51 @@ class Packer:
     def linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """[N, K] bfloat16 and [N]."""
         n, k = weight.shape
-        lanes = None if bias is None else _padded(bias, _PANEL_ROWS)
-        return self._pack((weight,), n, k, lanes)
+        return self._pack((weight,), n, k, _lane_biases(bias, gate_up=False))
 
     def gate_up(self, gate: Tensor, up: Tensor, bias: Tensor | None) -> PackedLinear:
         """[I, K] bfloat16 twice and [2 I]. A panel is 32 rows of the gate, then the same 32 of up."""
         if gate.shape != up.shape:
             raise ValueError(f"gate {list(gate.shape)} and up {list(up.shape)} must have one shape")
         inner, k = gate.shape
-        half = _PANEL_ROWS // 2
-        lanes = None
-        if bias is not None:
-            lanes = torch.stack([_padded(part, half).view(-1, half) for part in bias.chunk(2)], dim=1).flatten()
-        return self._pack((gate, up), 2 * inner, k, lanes)
+        return self._pack((gate, up), 2 * inner, k, _lane_biases(bias, gate_up=True))
+
+    def stored(self, matrices: Sequence[StoredMatrix], bias: Tensor | None) -> PackedLinear | None:
+        """One matrix as others quantised it, or gate and up, and [N] or [2 I]. None: there is no form for them."""
+        if not has_form(matrices):
+            return None
+        n, k = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
+        gate_up = len(matrices) > 1
+        if gate_up and matrices[0].shape != matrices[1].shape:
+            raise ValueError("gate and up must have one shape")
+        _check_size(n, k)
+        made = in_one_form(matrices)
+        args = _arguments(made.form.kind, n, k, gate_up=gate_up)
+        _set_form(args, made.form)
+        lanes = _lanes(self._library, args)
+        parts = {"starts": self._memory("starts", lanes // _PANEL_ROWS + 1)}
+        if made.table is not None:
+            parts["table"] = self._memory("table", _TABLE).copy_(made.table)
+        _point(args, parts)
+        if self._library.quire_lay_out(self._context.handle, ctypes.addressof(args), None, None):
+            raise MemoryError("packing a weight matrix")
+        parts["packed"] = self._memory("packed", int(parts["starts"][-1]))
+        biases = _lane_biases(bias, gate_up=gate_up)
+        if biases is not None:
+            parts["bias"] = self._memory("bias", lanes).copy_(biases)
+        _point(args, parts)
+        rows = [ctypes.addressof(each) for each in made.rows]
+        operands = (self._context.handle, ctypes.addressof(args), rows[0], rows[1] if gate_up else None)
+        if self._library.quire_pack_stored(*operands):
+            raise MemoryError("packing a weight matrix")
+        return _packed(args, parts)
 
     def _pack(self, sources: tuple[Tensor, ...], n: int, k: int, bias: Tensor | None) -> PackedLinear:
         for source in sources:
             _check(source)
-        if not 0 < k <= _MAX_K or n == 0:
-            raise ValueError(f"a matrix of {n} x {k} cannot be packed; at most {_MAX_K} columns are possible")
+        _check_size(n, k)
         gate_up = len(sources) > 1
-        args = _arguments(self._kind, n, k, gate_up=gate_up)
+        args = _arguments(self._kind.number, n, k, gate_up=gate_up)
         lanes = _lanes(self._library, args)
         sources = tuple(source.contiguous() for source in sources)
         operands = (
@@ -138,6 +175,9 @@ def packed_form(context: Context, quantization: Quantization | None) -> PackedFo
         packing = Packer(context, quantization, allocate)
         return packing.linear, packing.gate_up
 
+    def stored_packer(allocate: Allocate) -> PackStored:
+        return Packer(context, quantization, allocate).stored
+
     def all_finite(values: Tensor) -> bool:
         _check(values)
         values, finite = values.contiguous(), ctypes.c_uint8()
@@ -148,13 +188,20 @@ def packed_form(context: Context, quantization: Quantization | None) -> PackedFo
     return PackedForm(
         name=f"{PACKING_VERSION} {library.quire_variant().decode()} {quantization or 'bf16'}",
         packer=packer,
+        stored_packer=stored_packer,
         most_bytes=partial(_most_bytes, kind),
-        facts=lambda weight: {name: getattr(weight.args, name) for name in ("gate_up", "n", "columns")},
+        facts=_facts,
         parts=lambda weight: dict(weight.parts),
         restore=lambda facts, parts: _restored(library, kind, facts, parts),
         all_finite=all_finite,
         checksum=library.quire_checksum,
     )
+
+
+def _facts(weight: PackedLinear) -> dict[str, int]:
+    args = weight.args
+    form = _FORM if args.kind in STORED_KINDS.values() else ()
+    return {name: getattr(args, name) for name in ("gate_up", "n", "columns", *form)}
 
 
 def _restored(
@@ -164,9 +211,16 @@ def _restored(
     n, k, gate_up = (facts[name] for name in ("n", "columns", "gate_up"))
     if not 0 < k <= _MAX_K or n <= 0 or gate_up not in (0, 1):
         raise ValueError(f"there is no packed matrix of {n} x {k}")
-    args = _arguments(kind, n, k, gate_up=bool(gate_up))
+    form = _form_of(facts) if "kind" in facts else None
+    args = _arguments(kind.number if form is None else form.kind, n, k, gate_up=bool(gate_up))
     lanes = _lanes(library, args)
-    lengths = {"starts": lanes // _PANEL_ROWS + 1, **dict.fromkeys(kind.lane_parts, lanes)}
+    lengths = {"starts": lanes // _PANEL_ROWS + 1}
+    if form is None:
+        lengths |= dict.fromkeys(kind.lane_parts, lanes)
+    else:
+        _set_form(args, form)
+        if form.kind == STORED_KINDS["nibbles"]:
+            lengths["table"] = _TABLE
     if "bias" in memory:
         lengths["bias"] = lanes
     if memory.keys() != {"packed", *lengths}:
@@ -180,12 +234,28 @@ def _restored(
         raise ValueError(f"the panels of a packed matrix of {n} x {k} are not where they should be")
     if bool((starts.diff() <= 0).any()):
         raise ValueError(f"the panels of a packed matrix of {n} x {k} do not follow each other")
+    if form is not None and bool((starts.diff() != library.quire_stored_panel_bytes(ctypes.addressof(args))).any()):
+        raise ValueError(f"the panels of a packed matrix of {n} x {k} have another size")
     _point(args, parts)
     return _packed(args, parts)
 
 
-def _arguments(kind: WeightKind, n: int, k: int, *, gate_up: bool) -> LinearArgs:
-    return LinearArgs(kind=kind.number, gate_up=int(gate_up), n=n, k=-(-k // _K_MULTIPLE) * _K_MULTIPLE, columns=k)
+def _form_of(facts: Mapping[str, int]) -> StoredForm:
+    kind, group, scale, offset = (facts[name] for name in _FORM)
+    if kind not in STORED_KINDS.values() or (group != LEAST_GROUP and (group <= 0 or group % K_MULTIPLE)):
+        raise ValueError(f"there is no packed matrix of kind {kind} in groups of {group}")
+    form = StoredForm(kind, group, ScaleForm(scale), OffsetForm(offset))
+    if form.has_units and UNIT_COLUMNS % group:
+        raise ValueError(f"groups of {group} columns have no units")
+    return form
+
+
+def _set_form(args: LinearArgs, form: StoredForm) -> None:
+    args.group, args.scale_form, args.offset_form = form.group, form.scale_form, form.offset_form
+
+
+def _arguments(kind: int, n: int, k: int, *, gate_up: bool) -> LinearArgs:
+    return LinearArgs(kind=kind, gate_up=int(gate_up), n=n, k=-(-k // K_MULTIPLE) * K_MULTIPLE, columns=k)
 
 
 def _lanes(library: ctypes.CDLL, args: LinearArgs) -> int:
@@ -205,15 +275,30 @@ def _packed(args: LinearArgs, parts: dict[str, Tensor]) -> PackedLinear:
 def _most_bytes(kind: WeightKind, rows: int, columns: int) -> int:
     """A gate-up pair may have one panel more than its rows fill; what is coded is smaller than what it is made of."""
     panels = -(-rows // _PANEL_ROWS) + 1
-    groups = -(-columns // _K_MULTIPLE)
+    groups = -(-columns // K_MULTIPLE)
     of_a_lane = groups * kind.group_bytes + sum(_PARTS[name].itemsize for name in ("scales", "sums", "bias"))
     starts = (panels + 1) * _PARTS["starts"].itemsize
     return panels * _PANEL_ROWS * of_a_lane + starts + len(_PARTS) * _ALIGNMENT
 
 
+def _check_size(n: int, k: int) -> None:
+    if not 0 < k <= _MAX_K or n == 0:
+        raise ValueError(f"a matrix of {n} x {k} cannot be packed; at most {_MAX_K} columns are possible")
+
+
 def _check(source: Tensor) -> None:
     if source.dtype != torch.bfloat16 or source.device.type != "cpu":
         raise ValueError(f"weights must be bfloat16 on the CPU, not {source.dtype} on {source.device}")
+
+
+def _lane_biases(bias: Tensor | None, *, gate_up: bool) -> Tensor | None:
+    """In the order of the panels' lanes: 32 of a gate, then those of the same rows of up."""
+    if bias is None:
+        return None
+    if not gate_up:
+        return _padded(bias, _PANEL_ROWS)
+    half = _PANEL_ROWS // 2
+    return torch.stack([_padded(part, half).view(-1, half) for part in bias.chunk(2)], dim=1).flatten()
 
 
 def _padded(values: Tensor, multiple: int) -> Tensor:

@@ -24,7 +24,24 @@ class LinearArgs(ctypes.Structure):
         ("scales", c_void_p),
         ("sums", c_void_p),
         ("bias", c_void_p),
+        ("group", c_int64),
+        ("scale_form", c_int32),
+        ("offset_form", c_int32),
+        ("table", c_void_p),
     )
+
+
+class StoredRowsArgs(ctypes.Structure):
+    """`struct StoredRows`: a matrix as others quantised it."""
+
+    _fields_ = (
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("scale_units", c_void_p),
+        ("offsets", c_void_p),
+        ("offset_units", c_void_p),
+    )
+    kept: tuple[object, ...]  # keeps the memory at the addresses alive
 
 
 class NormArgs(ctypes.Structure):
@@ -139,6 +156,7 @@ class _Layout(ctypes.Structure):
 # By their names in C++.
 STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "Linear": LinearArgs,
+    "StoredRows": StoredRowsArgs,
     "Norm": NormArgs,
     "KvPool": PoolArgs,
     "AttentionShape": ShapeArgs,
@@ -161,6 +179,8 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "quire_commit": (c_int32, (c_void_p, c_void_p, c_int64)),
     "quire_lay_out": (c_int32, (c_void_p,) * 4),
     "quire_pack": (c_int32, (c_void_p,) * 4),
+    "quire_pack_stored": (c_int32, (c_void_p,) * 4),
+    "quire_stored_panel_bytes": (c_int64, (c_void_p,)),
     "quire_all_finite": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p)),
     "quire_norm_linear": (c_int32, (*(c_void_p,) * 3, c_int64, c_void_p, c_void_p, c_int32)),
     "quire_greedy": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 4)),

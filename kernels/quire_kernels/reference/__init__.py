@@ -13,6 +13,7 @@ REFERENCE = KernelSet(
     name="reference",
     pack_linear=linear.pack_linear,
     pack_gate_up=linear.pack_gate_up,
+    pack_stored=linear.pack_stored,
     embed=linear.embed,
     norm_linear=linear.norm_linear,
     norm_gate_up=linear.norm_gate_up,

@@ -18,7 +18,7 @@ here, into shares that do not depend on the threads, and each share is computed 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import NamedTuple
@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire_kernels.kernel_set import Activation, Norm
+from quire_kernels.stored import StoredMatrix
 
 # Decode batches are small, so a small tile; at 16 rows a product costs about as much as at one.
 TILE = 16
@@ -51,6 +52,11 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> Linear:
 def pack_gate_up(gate: Tensor, up: Tensor, bias: Tensor | None) -> Linear:
     """One matrix [2 I, K]: the gate's rows, then up's."""
     return Linear(torch.cat([gate, up]), bias)
+
+
+def pack_stored(matrices: Sequence[StoredMatrix], bias: Tensor | None) -> Linear:
+    """The numbers of one matrix, or the gate's and then up's, in float32 whatever the type of the rows."""
+    return Linear(torch.cat([matrix.dequantised() for matrix in matrices]), None if bias is None else bias.float())
 
 
 def embed(table: Tensor, ids: Tensor) -> Tensor:
@@ -134,6 +140,8 @@ def normed(rows: Tensor, norm: Norm | None) -> Tensor:
 
 def _project(rows: Tensor, w: Linear) -> Tensor:
     """rows [R, K] @ weight.T + bias: [R, N]; on a CPU in shares of columns, each computed by one thread."""
+    if rows.dtype is not w.weight.dtype:
+        return _project(rows.to(w.weight.dtype), w).to(rows.dtype)
     columns = w.weight.shape[0]
     threads = torch.get_num_threads()
     if rows.device.type != "cpu" or (threads == 1 and columns <= SHARE):

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,8 @@ from torch import Tensor
 from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.options import read_json_object
 from quire_engine.gguf import PLAIN, StoredTensor, read_gguf
+from quire_kernels.kernel_set import KernelSet
+from quire_kernels.stored import StoredKind, StoredMatrix
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -42,6 +44,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 # The shape of a tensor, and what makes it of stored ones, by their roles.
 Made = tuple[tuple[int, ...], Callable[[dict[str, Tensor]], Tensor]]
+_Made = TypeVar("_Made")
 
 
 class _Slice(Protocol):
@@ -70,6 +73,29 @@ class _Decoded(NamedTuple):
     shape: tuple[int, ...]
     decode: Callable[[dict[str, Tensor]], Tensor]
     sharers: int = 1  # tensors that are decoded from these parts, one of them this
+    kept: Kept | None = None
+
+
+class Kept(NamedTuple):
+    """A quantised matrix in the form in which it is stored: what reads it, or gives None where it has no such form."""
+
+    read: Callable[[dict[str, Tensor]], StoredMatrix | None]
+    kind: StoredKind
+    group_size: int
+
+
+class StoredSize(NamedTuple):
+    """A quantised matrix of a checkpoint."""
+
+    kind: StoredKind
+    group_size: int
+    rows: int
+    columns: int
+
+    def saved(self, kernels: KernelSet, usual: float) -> float:
+        """Bits that it takes less than one of `usual` bits a value, where the kernels keep it as it is."""
+        bits = None if kernels.stored_bits is None else kernels.stored_bits(self.kind, self.group_size, self.columns)
+        return 0.0 if bits is None else (usual - bits) * self.rows * self.columns
 
 
 class StoredTensors(Protocol):
@@ -79,6 +105,7 @@ class StoredTensors(Protocol):
     def num_bytes(self) -> int: ...
     def __contains__(self, name: str) -> bool: ...
     def tensor(self, name: str) -> Tensor: ...
+    def stored_matrix(self, name: str) -> StoredMatrix | None: ...
     def is_done(self, name: str) -> bool: ...
     def done(self, name: str) -> int: ...
     def error(self, name: str, reason: str) -> ModelLoadError: ...
@@ -91,7 +118,9 @@ class Checkpoint:
         self._path = path
         self._entries = entries
         self._decoded: dict[str, _Decoded] = {}
-        self._latest: tuple[str, Tensor] | None = None  # a matrix that was decoded; the next part of it may follow
+        # Matrices that were read last, since the next part of one may follow.
+        self._latest: tuple[str, Tensor] | None = None
+        self._latest_kept: tuple[str, StoredMatrix | None] | None = None
         self._addresses: dict[str, int] = {}  # of the tensors that were read, by their names in the files
         self._done: set[str] = set()
         self._undone: dict[str, int] = {}  # of the tensors that others share, how many still want them
@@ -129,13 +158,21 @@ class Checkpoint:
         parts: dict[str, str],
         shape: tuple[int, ...],
         decode: Callable[[dict[str, Tensor]], Tensor],
+        kept: Kept | None = None,
     ) -> None:
         """Know a tensor that `decode` computes from stored ones, given by their roles, in the place of those.
 
-        A ValueError of `decode` becomes a ModelLoadError that names the first of them.
+        `kept` gives the same matrix as it is stored. A ValueError of the two becomes a ModelLoadError that names the
+        first of the parts.
         """
         found = {role: self._entries.pop(part) for role, part in parts.items()}
-        self._decoded[name] = _Decoded(found, shape, decode)
+        self._decoded[name] = _Decoded(found, shape, decode, kept=kept)
+
+    def stored_sizes(self) -> Iterator[tuple[str, StoredSize]]:
+        """Of all quantised matrices that may be kept as they are stored, with their names."""
+        for name, found in self._decoded.items():
+            if found.kept is not None:
+                yield name, StoredSize(found.kept.kind, found.kept.group_size, found.shape[0], found.shape[1])
 
     def divide(
         self,
@@ -149,7 +186,7 @@ class Checkpoint:
         found = {role: self._entries.pop(part) for role, part in parts.items()}
         self._undone[next(iter(found.values())).stored] = len(into)
         for name, (shape, decode) in into.items():
-            self._decoded[name] = _Decoded(found, shape, decode, len(into))
+            self._decoded[name] = _Decoded(found, shape, decode, sharers=len(into))
 
     def is_done(self, name: str) -> bool:
         """Whether `done` was called for it."""
@@ -166,7 +203,7 @@ class Checkpoint:
 
     def release(self, name: str) -> None:
         """Release the pages of the mapped file that a tensor lies in; reading it again would page them in."""
-        self._latest = None
+        self._latest = self._latest_kept = None
         for entry in self._stored(name):
             if entry.stored in self._addresses:
                 entry.pages.release(self._addresses[entry.stored], entry.num_bytes)
@@ -205,14 +242,25 @@ class Checkpoint:
         if name not in self._decoded:
             return self._read(self._entries[name])
         if self._latest is None or self._latest[0] != name:
-            decoded = self._decoded[name]
             self._latest = None  # before its successor is there
-            try:
-                tensor = decoded.decode({role: self._read(entry) for role, entry in decoded.parts.items()})
-            except ValueError as error:
-                raise self.error(name, str(error)) from None
-            self._latest = name, tensor
+            self._latest = name, self._made(name, self._decoded[name].decode)
         return self._latest[1]
+
+    def stored_matrix(self, name: str) -> StoredMatrix | None:
+        """A quantised matrix as it is stored; None: it is not, or its columns are in another order."""
+        kept = self._decoded[name].kept if name in self._decoded else None
+        if kept is None:
+            return None
+        if self._latest_kept is None or self._latest_kept[0] != name:
+            self._latest_kept = None
+            self._latest_kept = name, self._made(name, kept.read)
+        return self._latest_kept[1]
+
+    def _made(self, name: str, make: Callable[[dict[str, Tensor]], _Made]) -> _Made:
+        try:
+            return make({role: self._read(entry) for role, entry in self._decoded[name].parts.items()})
+        except ValueError as error:
+            raise self.error(name, str(error)) from None
 
     def _read(self, entry: _Entry) -> Tensor:
         try:

@@ -1,4 +1,4 @@
-"""Quantised matrices of a checkpoint as the numbers that they stand for.
+"""Quantised matrices of a checkpoint: as the numbers that they stand for, and as they are stored, in neutral form.
 
 Promises: each value is (stored - zero point) * scale in float32 with one rounding, as the formats' own libraries have
 it; shapes are checked against each other before anything is read.
@@ -6,19 +6,24 @@ it; shapes are checked against each other before anything is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire_engine.execution.models.checkpoint import Checkpoint
+from quire_engine.execution.models.checkpoint import Checkpoint, Kept
 from quire_engine.execution.models.quantisation import Quantisation
+from quire_kernels.stored import StoredKind, StoredMatrix
 
 _WORD = 32  # bits of a stored integer
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds each of its eight columns
 _FLOATS = ("F16", "BF16", "F32")
 _Parts = dict[str, str]  # names of tensors by their roles
+_BYTE = 8
+_NIBBLES = tuple(map(float, range(16)))
+_E4M3_NAN = 0x7F  # of the bits beside the sign
 
 
 def decode_quantised(checkpoint: Checkpoint, form: Quantisation) -> None:
@@ -55,8 +60,8 @@ def _decode_packed(checkpoint: Checkpoint, name: str, form: Quantisation) -> Non
     _require(checkpoint, parts["scales"], _FLOATS, (num_groups, outputs))
     if outputs % per_word:
         raise checkpoint.error(parts["qweight"], f"has {outputs} columns, which words of {per_word} do not divide")
-    decode = partial(_gptq, form, group) if form.method == "gptq" else partial(_awq, group)
-    checkpoint.decode(name + ".weight", parts, (outputs, inputs), decode)
+    read = partial(_gptq, form, group) if form.method == "gptq" else partial(_awq, group)
+    _know(checkpoint, name, parts, (outputs, inputs), read, bits=form.bits, group=group)
 
 
 def _decode_by_rows(checkpoint: Checkpoint, name: str, form: Quantisation) -> None:
@@ -76,7 +81,8 @@ def _decode_by_rows(checkpoint: Checkpoint, name: str, form: Quantisation) -> No
     else:
         _require(checkpoint, parts["zero_point"], ("I32",), (-(-outputs // per_word), num_groups))
     _require(checkpoint, parts["shape"], ("I64", "I32"), (2,))
-    checkpoint.decode(name + ".weight", parts, (outputs, inputs), partial(_by_rows, form))
+    group = form.group_size or inputs
+    _know(checkpoint, name, parts, (outputs, inputs), partial(_by_rows, form), bits=form.bits, group=group)
 
 
 def _decode_scaled(checkpoint: Checkpoint, name: str, scale: str, form: Quantisation) -> None:
@@ -88,7 +94,38 @@ def _decode_scaled(checkpoint: Checkpoint, name: str, scale: str, form: Quantisa
     elif checkpoint.stored_as(scale)[1] not in {(), (1,), (1, 1), (outputs,), (outputs, 1)}:
         raise checkpoint.error(scale, "has neither one scale nor one for each row")
     parts = {"weight": weight, "scale": scale}
-    checkpoint.decode(weight, parts, (outputs, inputs), partial(_times_scale, form.block))
+    group = inputs if form.block is None else form.block[1]
+    kind: StoredKind = "bytes" if form.method == "int-quantized" else "e4m3"
+    decode, keep = partial(_times_scale, form.block), partial(_kept_with_scale, kind, form.block)
+    checkpoint.decode(weight, parts, (outputs, inputs), decode, Kept(keep, kind, group))
+
+
+class _Grouped(NamedTuple):
+    """(value - zero point) * scale."""
+
+    values: Tensor  # [K, N] integers
+    zeros: Tensor  # [G, N]
+    scales: Tensor  # [G, N]
+    groups: Tensor  # [K], of each column
+
+
+def _know(
+    checkpoint: Checkpoint,
+    name: str,
+    parts: _Parts,
+    shape: tuple[int, int],
+    read: Callable[[dict[str, Tensor]], _Grouped],
+    *,
+    bits: int,
+    group: int,
+) -> None:
+    checkpoint.decode(
+        name + ".weight",
+        parts,
+        shape,
+        lambda stored: _scaled(read(stored)),
+        Kept(lambda stored: _kept(bits, group, read(stored)), "bytes" if bits == _BYTE else "nibbles", group),
+    )
 
 
 def _matrix(checkpoint: Checkpoint, name: str, dtype: str) -> tuple[str, tuple[int, int]]:
@@ -120,10 +157,10 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
     return (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
 
 
-def _scaled(values: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> Tensor:
-    """[K, N] integers, zero points and scales [G, N], the group of each of the K -> [N, K] float32."""
-    if not bool(torch.isfinite(scales).all()):
-        raise ValueError("has scales that are not finite numbers")
+def _scaled(stored: _Grouped) -> Tensor:
+    """[N, K] float32."""
+    values, zeros, scales, groups = stored
+    _check_scales(scales)
     wide = torch.empty(values.shape[1], values.shape[0])
     for rows in _pieces(len(values)):
         of = groups[rows]
@@ -131,12 +168,34 @@ def _scaled(values: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> Te
     return wide
 
 
+def _kept(bits: int, group: int, stored: _Grouped) -> StoredMatrix | None:
+    """Bytes and their zero points are signed, half of the range less. None: the columns of a group lie apart."""
+    values, zeros, scales, groups = stored
+    _check_scales(scales)
+    if not torch.equal(groups, torch.arange(len(values)) // group):
+        return None
+    half = 1 << (_BYTE - 1) if bits == _BYTE else 0
+    return StoredMatrix(
+        kind="bytes" if half else "nibbles",
+        table=() if half else _NIBBLES,
+        codes=(values.to(torch.uint8) ^ half).T.contiguous(),
+        group_size=group,
+        scales=scales.T.contiguous(),
+        zero_points=(zeros - half).to(torch.int8).T.contiguous(),
+    )
+
+
+def _check_scales(scales: Tensor) -> None:
+    if not bool(torch.isfinite(scales).all()):
+        raise ValueError("has scales that are not finite numbers")
+
+
 def _pieces(count: int, size: int = 1024) -> Iterator[slice]:
     """Slices of so many rows: what is computed between takes the memory of a piece."""
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
-def _gptq(form: Quantisation, group: int, parts: dict[str, Tensor]) -> Tensor:
+def _gptq(form: Quantisation, group: int, parts: dict[str, Tensor]) -> _Grouped:
     """Frantar et al. 2022, arXiv:2210.17323, stored as by AutoGPTQ; `g_idx` is the group of each of the K."""
     values = _unpacked(parts["qweight"].T, form.bits).flatten(1).T  # [K, N]
     # The offset was taken from whole words, so that a zero point of 0 borrows from its neighbour.
@@ -145,17 +204,17 @@ def _gptq(form: Quantisation, group: int, parts: dict[str, Tensor]) -> Tensor:
     groups = parts["g_idx"].long() if "g_idx" in parts else torch.arange(len(values)) // group
     if bool(((groups < 0) | (groups >= len(zeros))).any()):
         raise ValueError(f"has a g_idx with groups beyond the {len(zeros)} that there are")
-    return _scaled(values, zeros, parts["scales"], groups)
+    return _Grouped(values, zeros, parts["scales"], groups)
 
 
-def _awq(group: int, parts: dict[str, Tensor]) -> Tensor:
+def _awq(group: int, parts: dict[str, Tensor]) -> _Grouped:
     """Lin et al. 2023, arXiv:2306.00978, in the order of its gemm kernels."""
     order = torch.tensor(_AWQ_ORDER)
     values, zeros = (_unpacked(parts[role], 4)[..., order].flatten(1) for role in ("qweight", "qzeros"))
-    return _scaled(values, zeros, parts["scales"], torch.arange(len(values)) // group)
+    return _Grouped(values, zeros, parts["scales"], torch.arange(len(values)) // group)
 
 
-def _by_rows(form: Quantisation, parts: dict[str, Tensor]) -> Tensor:
+def _by_rows(form: Quantisation, parts: dict[str, Tensor]) -> _Grouped:
     """Values and zero points are stored without their signs: half of the range is added to both."""
     values = _unpacked(parts["packed"], form.bits).flatten(1)
     if parts["shape"].tolist() != list(values.shape):
@@ -171,14 +230,13 @@ def _by_rows(form: Quantisation, parts: dict[str, Tensor]) -> Tensor:
         groups = parts["g_idx"].long()
     if bool(((groups < 0) | (groups >= len(scales))).any()):
         raise ValueError(f"has a g_idx with groups beyond the {len(scales)} that there are")
-    return _scaled(values.T, zeros, scales, groups)
+    return _Grouped(values.T, zeros, scales, groups)
 
 
 def _times_scale(block: tuple[int, int] | None, parts: dict[str, Tensor]) -> Tensor:
     """Values of e4m3 or int8 with a scale for each block, each row, or the matrix."""
     weight, scale = parts["weight"], parts["scale"].float()
-    if not bool(torch.isfinite(scale).all()):
-        raise ValueError("has scales that are not finite numbers")
+    _check_scales(scale)
     if block is None:
         return weight.float() * scale.reshape(-1, 1)
     wide = weight.float()
@@ -186,3 +244,15 @@ def _times_scale(block: tuple[int, int] | None, parts: dict[str, Tensor]) -> Ten
         rows = wide[row * block[0] : (row + 1) * block[0]]
         rows *= scales.repeat_interleave(block[1])[: wide.shape[1]]
     return wide
+
+
+def _kept_with_scale(kind: StoredKind, block: tuple[int, int] | None, parts: dict[str, Tensor]) -> StoredMatrix:
+    weight, scale = parts["weight"], parts["scale"].float()
+    _check_scales(scale)
+    rows, columns = weight.shape
+    codes = weight.contiguous().view(torch.uint8)
+    if kind == "e4m3" and bool(((codes & _E4M3_NAN) == _E4M3_NAN).any()):
+        raise ValueError("holds values that are not finite numbers")
+    scales = scale.reshape(-1, 1).expand(rows, 1) if block is None else scale.repeat_interleave(block[0], dim=0)[:rows]
+    group = columns if block is None else block[1]
+    return StoredMatrix(kind=kind, codes=codes, group_size=group, scales=scales.contiguous())

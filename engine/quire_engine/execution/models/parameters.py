@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire_engine.execution.models.checkpoint import open_checkpoint
+from quire_engine.execution.models.checkpoint import StoredSize, open_checkpoint
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.experts import is_expert
 from quire_engine.execution.models.weights import expected_shapes, matrices_after_attention, take_text
+from quire_kernels.kernel_set import KernelSet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class Parameters:
     tail_experts: int = 0  # of `tail`, in experts
     num_experts: int = 1  # of a layer
     top_k: int = 1  # of them that multiply a token
+    stored: tuple[StoredSize, ...] = ()  # of `linear`, the matrices that may be kept as the checkpoint has them
 
     @property
     def total(self) -> int:
@@ -44,10 +46,13 @@ class Parameters:
     def _active(self, matrices: int, experts: int) -> int:
         return matrices - experts + experts * self.top_k // self.num_experts
 
-    def memory(self, itemsize: int, packed_bits: float | None, packed_bytes: int | None = None) -> WeightMemory:
-        """`packed_bits` as in `KernelSet`; `packed_bytes`: what all matrices take, once that is known."""
+    def memory(self, itemsize: int, kernels: KernelSet, packed_bytes: int | None = None) -> WeightMemory:
+        """`packed_bytes`: what all matrices take, once that is known."""
+        packed_bits = kernels.packed_bits
         if packed_bytes is None:
-            packed_bytes = int((self.linear + self.head) * (packed_bits or 8 * itemsize)) // 8
+            usual = packed_bits or 8.0 * itemsize
+            saved = sum(each.saved(kernels, usual) for each in self.stored)
+            packed_bytes = int((self.linear + self.head) * usual - saved) // 8
         read = packed_bytes + self.small * itemsize
         apart = packed_bits is not None or not self.tied
         # All matrices alike: of a router, which is not quantised, there is little.
@@ -77,6 +82,7 @@ def count_parameters(path: Path, model: ModelConfig) -> Parameters:
         take_text(checkpoint, model)
         checkpoint.drop(lambda name: name not in shapes)
         checkpoint.require(shapes)
+        stored = tuple(size for name, size in checkpoint.stored_sizes() if not is_expert(name))
     table = model.vocab_size * model.hidden_size
     sizes = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) > 1}
     small = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 1)
@@ -93,4 +99,5 @@ def count_parameters(path: Path, model: ModelConfig) -> Parameters:
         tail_experts=sum(size for name, size in tail.items() if is_expert(name)),
         num_experts=1 if model.experts is None else model.experts.count,
         top_k=1 if model.experts is None else model.experts.top_k,
+        stored=stored,
     )

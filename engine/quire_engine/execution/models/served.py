@@ -90,6 +90,8 @@ class Wanted:
             facts["implementation"] = implementation
         if isinstance(self.model, ModelConfig) and self.model.headless:  # which another file may say
             facts["head"] = "embedding"
+        if isinstance(self.model, ModelConfig) and self.model.quantisation and self.kernels.stored_bits is not None:
+            facts["stored"] = "kept"
         return json.dumps(facts, sort_keys=True)
 
 

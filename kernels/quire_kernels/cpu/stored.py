@@ -1,0 +1,151 @@
+"""Matrices as others quantised them, in the forms that the C++ kernels know, without a change of any number.
+
+Promises: the narrowest form that holds all scales exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire_kernels.cpu.signatures import StoredRowsArgs
+from quire_kernels.stored import StoredKind, StoredMatrix, form_of
+
+STORED_KINDS: dict[StoredKind, int] = {"nibbles": 3, "bytes": 4, "e4m3": 5}  # as `enum WeightKind`
+K_MULTIPLE = 32  # of a packed matrix's columns
+LEAST_GROUP = 16  # columns; others are multiples of K_MULTIPLE
+_NUMBERS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class ScaleForm(IntEnum):
+    """`enum class ScaleForm`."""
+
+    HALF = 0
+    BF16 = 1
+    FLOAT = 2
+    UNITS = 3
+
+
+class OffsetForm(IntEnum):
+    """`enum class OffsetForm`."""
+
+    NONE = 0
+    ZERO_POINT = 1
+    HALF = 2
+    BF16 = 3
+    FLOAT = 4
+    UNITS = 5
+
+
+class StoredForm(NamedTuple):
+    """The fields of `struct Linear` that are the same for all rows, beside the table."""
+
+    kind: int
+    group: int
+    scale_form: ScaleForm
+    offset_form: OffsetForm
+
+    @property
+    def has_units(self) -> bool:
+        return self.scale_form is ScaleForm.UNITS or self.offset_form is OffsetForm.UNITS
+
+
+class InForm(NamedTuple):
+    """Matrices in one form, and the table of their codes."""
+
+    form: StoredForm
+    table: Tensor | None  # [32] bfloat16
+    rows: list[StoredRowsArgs]
+
+
+def has_form(matrices: Sequence[StoredMatrix]) -> bool:
+    """Whether the kernels have one form for a matrix, or for gate and up."""
+    first = matrices[0]
+    table = torch.tensor(first.table)
+    return (
+        packs_in_groups(first.group_size, first.shape[1])
+        and torch.equal(table.bfloat16().float(), table)
+        and all(form_of(each) == form_of(first) for each in matrices)
+    )
+
+
+def packs_in_groups(group_size: int, columns: int) -> bool:
+    """Whether matrices of so many columns can be packed in groups of that size."""
+    return group_size >= columns or group_size == LEAST_GROUP or group_size % K_MULTIPLE == 0
+
+
+def stored_bits(kind: StoredKind, group_size: int, columns: int) -> float | None:
+    """Of a value with a scale of 16 bits, of e4m3 of 32, and a zero point; None: there is no form for it."""
+    if not packs_in_groups(group_size, columns):
+        return None
+    bits, beside = {"nibbles": (4, 24), "bytes": (8, 24), "e4m3": (8, 32)}[kind]
+    return bits + beside / min(group_size, columns)
+
+
+def in_one_form(matrices: Sequence[StoredMatrix]) -> InForm:
+    """One matrix, or gate and up, which have a form."""
+    matrices = _without_equal_zero_points(matrices)
+    first = matrices[0]
+    columns, group = first.shape[1], first.group_size
+    if group >= columns and group != LEAST_GROUP:
+        group = -(-columns // K_MULTIPLE) * K_MULTIPLE
+    scales = _narrowest([matrix.scales for matrix in matrices])
+    offset_form, offsets = _offsets(matrices)
+    table = torch.tensor(first.table * 2).bfloat16() if first.table else None
+    form = StoredForm(STORED_KINDS[first.kind], group, _form(scales[0]), offset_form)
+    rows = [
+        _arguments(matrix.codes, scale, matrix.scale_units, offset, matrix.offset_units)
+        for matrix, scale, offset in zip(matrices, scales, offsets, strict=True)
+    ]
+    return InForm(form, table, rows)
+
+
+def _offsets(matrices: Sequence[StoredMatrix]) -> tuple[OffsetForm, Sequence[Tensor | None]]:
+    points = [matrix.zero_points for matrix in matrices if matrix.zero_points is not None]
+    if points:
+        return OffsetForm.ZERO_POINT, points
+    found = [matrix.offsets for matrix in matrices if matrix.offsets is not None]
+    if not found:
+        return OffsetForm.NONE, [None] * len(matrices)
+    found = _narrowest(found)
+    return OffsetForm[_form(found[0]).name], found
+
+
+def _without_equal_zero_points(matrices: Sequence[StoredMatrix]) -> Sequence[StoredMatrix]:
+    """A zero point that all groups have belongs into the table; one of 0 is none."""
+    points = [matrix.zero_points for matrix in matrices if matrix.zero_points is not None]
+    if not points:
+        return matrices
+    least, most = (int(bound) for bound in torch.aminmax(torch.cat([each.flatten() for each in points])))
+    if least != most or (matrices[0].kind != "nibbles" and least != 0):
+        return matrices
+    table = tuple(value - least for value in matrices[0].table)
+    return [replace(matrix, table=table, zero_points=None) for matrix in matrices]
+
+
+def _narrowest(numbers: Sequence[Tensor]) -> list[Tensor]:
+    """In the first type that holds all of them."""
+    if numbers[0].dtype is torch.int8:
+        return list(numbers)
+    for dtype in _NUMBERS:
+        found = [each.to(dtype) for each in numbers]
+        if all(torch.equal(there.float(), here.float()) for there, here in zip(found, numbers, strict=True)):
+            break
+    return found
+
+
+def _form(numbers: Tensor) -> ScaleForm:
+    forms = {torch.float16: ScaleForm.HALF, torch.bfloat16: ScaleForm.BF16, torch.float32: ScaleForm.FLOAT}
+    return forms.get(numbers.dtype, ScaleForm.UNITS)
+
+
+def _arguments(*parts: Tensor | None) -> StoredRowsArgs:
+    kept = [None if part is None else part.contiguous() for part in parts]
+    args = StoredRowsArgs(*(None if part is None else part.data_ptr() for part in kept))
+    args.kept = tuple(kept)
+    return args
