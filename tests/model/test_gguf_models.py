@@ -100,7 +100,7 @@ def test_options_of_a_family_are_read_from_the_metadata(family: str, overrides: 
         "qkv_bias",
         "mlp_bias",
         "head_dim",
-        "rotary_dim",
+        "rotary_share",
         "norm_eps",
     ):
         assert getattr(found, name) == getattr(wanted, name), name
