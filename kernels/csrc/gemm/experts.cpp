@@ -270,7 +270,7 @@ struct Arrays {
 Arrays arrays_of(Context& context, const Call& call) {
   const Linear& w = *call.experts.gate_up;
   const int64_t number = call.m * call.top_k, count = call.experts.count;
-  const int64_t stride = with_kind(w.kind, [&](auto kind) {
+  const int64_t stride = with_made_kind(w.kind, [&](auto kind) {
     using Kind = decltype(kind);
     return is_whole<Kind>(w) ? int64_t{0} : aligned(whole_bytes<Kind>(w));
   });
@@ -297,7 +297,7 @@ Arrays arrays_of(Context& context, const Call& call) {
 // The rows, normed, and in the form in which the experts multiply them.
 void prepare_rows(Context& context, const Call& call, Arrays* arrays) {
   const Linear& w = *call.experts.gate_up;
-  with_kind(w.kind, [&](auto kind) {
+  with_made_kind(w.kind, [&](auto kind) {
     using Kind = decltype(kind);
     const bool whole = is_whole<Kind>(w);
     if (!whole || call.norm != nullptr) {
@@ -328,7 +328,7 @@ void multiply_and_sum(Context& context, const Call& call, Arrays* arrays, float 
   if (pairs.count > 0) {
     const Stack above(*experts.gate_up, experts.count, experts.inner);
     const Stack below(*experts.down, experts.count, call.width);
-    with_kind(above.all.kind, [&](auto kind) {
+    with_made_kind(above.all.kind, [&](auto kind) {
       const Product<decltype(kind)> product(above, pairs, arrays->normed, &arrays->whole, call.top_k);
       context.products.reserve(product.shared_bytes());
       context.reserve_own(product.own_bytes());
@@ -339,7 +339,7 @@ void multiply_and_sum(Context& context, const Call& call, Arrays* arrays, float 
     });
     const bf16* inner = reinterpret_cast<const bf16*>(context.shared.data());
     found = reinterpret_cast<bf16*>(context.shared.data() + aligned(pairs.count * experts.inner * 2));
-    with_kind(below.all.kind, [&](auto kind) {
+    with_made_kind(below.all.kind, [&](auto kind) {
       const Product<decltype(kind)> product(below, pairs, inner, nullptr, 0);
       context.products.reserve(product.shared_bytes());
       context.reserve_own(product.own_bytes());

@@ -234,7 +234,7 @@ inline int64_t stored_bytes(int64_t m) { return stored_sums_bytes(m) + kDecodedS
 
 // As gemm_worker; `scratch` has stored_bytes.
 template <typename Kind>
-void gemm_stored(Pieces& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch,
+void gemm_stored(Deal& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch,
                  int64_t least_tiles) {
   using Codes = typename Kind::Codes;
   const int64_t steps = w.k / Kind::kValuesPerStep;

@@ -254,8 +254,7 @@ class StoredTiles {
 
 // As gemm_worker; `scratch` has stored_tiles_bytes.
 template <typename Kind>
-void gemm_stored_tiles(Pieces& pieces, int worker, const Linear& w, const Rows& rows, const Output& out,
-                       char* scratch) {
+void gemm_stored_tiles(Deal& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch) {
   const int64_t num_panels = panel_count(w);
   const TileBlocks blocks(rows.m, w.k / Kind::kValuesPerStep);
   const Chunks chunks(blocks.count, num_panels, pieces.workers());
