@@ -122,13 +122,13 @@ def kv_part(kv: Tensor, heads: tuple[int, int], part: PoolPart, *, fp8: bool = F
 
 def pool_sizes(kv: Tensor, *, head_dim: int) -> PoolSizes:
     """The sizes of a pool from `new_kv`, or of a part of it. ValueError for another tensor, or one of other heads."""
-    if not kv[:1].is_contiguous() or kv.dim() not in (_REFERENCE_DIMS, _FP8_DIMS):
+    fp8 = kv.dtype == torch.uint8
+    if not kv[:1].is_contiguous() or kv.dim() != (_FP8_DIMS if fp8 else _REFERENCE_DIMS):
         raise ValueError("kv is not a pool of the Triton kernels")
-    fp8 = kv.dim() == _FP8_DIMS
     _, num_layers, _, num_kv_heads, *last = kv.shape
     page = kv.shape[4] // (head_dim + _SCALE_BYTES) if fp8 else kv.shape[4]
     sizes = PoolSizes(num_layers, num_kv_heads, page, head_dim, fp8, block_stride=kv.stride(0))
-    if math.prod(last) != sizes.head_stride or (kv.dtype == torch.uint8) != fp8:
+    if math.prod(last) != sizes.head_stride:
         raise ValueError("kv was made for another model")
     return sizes
 
