@@ -23,7 +23,7 @@ from sweep.__main__ import save_random, tiny
 pytestmark = pytest.mark.e2e
 
 FAMILIES = ("gemma3_text", "gpt_oss", "qwen3_moe", "qwen3_5_text", "phi3", "granite")
-NATIVE = {"gemma3_text", "phi3", "granite"}
+NATIVE = {"gemma3_text", "gpt_oss", "qwen3_moe", "phi3", "granite"}
 RECURRENT = {"qwen3_5_text"}
 TOKENS, STREAMS, BLOCKS = 80, 4, 16
 ROUNDS = 10
