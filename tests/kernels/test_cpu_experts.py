@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
+from quire_kernels.cpu.stored import STORED_KINDS
 from quire_kernels.cpu.variants import usable_variants
 from quire_kernels.kernel_set import Activation, Norm
 from quire_kernels.reference.experts import choose
@@ -183,6 +184,10 @@ def test_what_does_not_fit_is_refused():
         kernels.mix_experts(x, None, replace(routing, selection_bias=torch.zeros(3)), experts, 1.0, None)
     with pytest.raises(ValueError, match=r"given as torch.int64 \[3, k\]"):
         kernels.given_experts(x, torch.zeros(2, 2, dtype=torch.int64), torch.zeros(3, 2), experts)
+    experts.down.args.kind = STORED_KINDS["nibbles"]
+    with pytest.raises(ValueError, match="cannot be kept as others quantised them"):
+        kernels.mix_experts(x, None, routing, experts, 1.0, None)
+    experts.down.args.kind = 0
     narrow = kernels.pack_router(block.router[:3], None)
     with pytest.raises(ValueError, match="must map 96 values to 4 experts"):
         kernels.mix_experts(x, None, replace(routing, weight=narrow), experts, 1.0, None)
