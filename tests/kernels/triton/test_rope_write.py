@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from quire_kernels.kernel_set import PoolPart
 from quire_kernels.reference import REFERENCE
 from quire_kernels.triton.attention import TritonAttention
 from support.model_steps import step_at
@@ -62,6 +63,29 @@ def test_one_norm_without_the_other():
         expected = REFERENCE.rope_write(qkv, rope, shape, wanted, LAYER, step)
         assert torch.allclose(q.float(), expected.float(), rtol=2e-2, atol=1e-2)
         assert torch.allclose(kv.float(), wanted.float(), rtol=2e-2, atol=1e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "norms",
+    [
+        pytest.param({name: norm.float() for name, norm in _norms(32, torch.float32).items()}, id="wide"),
+        pytest.param(
+            {"q_norm": _norms(128, torch.bfloat16)["q_norm"], "k_norm": _norms(64, torch.bfloat16)["k_norm"]}, id="row"
+        ),
+        pytest.param({"v_norm": True, **_norms(32, torch.bfloat16)}, id="values"),
+    ],
+)
+def test_norms_of_other_kinds(norms):
+    """With float32 weights, of all heads of a row together, and of values, into a part of larger blocks."""
+    shape = shape_of(4, 2, 32, **norms)
+    qkv, rope, wanted, step = _inputs(shape, torch.bfloat16)
+    larger = REFERENCE.new_kv(len(wanted), NUM_LAYERS + 1, 2, 16, 32, torch.bfloat16, DEVICE).fill_(math.nan)
+    kv = TritonAttention().kv_part(larger, (2, 32), PoolPart(NUM_LAYERS, 2, 32, (PoolPart(1, 2, 32),)))
+    q = TritonAttention().rope_write(qkv.clone(), rope, shape, kv, LAYER, step)
+    expected = REFERENCE.rope_write(qkv, rope, shape, wanted, LAYER, step)
+    assert torch.allclose(q.float(), expected.float(), rtol=2e-2, atol=1e-2)
+    assert torch.allclose(kv.float(), wanted.float(), rtol=2e-2, atol=1e-2, equal_nan=True)
+    assert larger[:, 0].isnan().all()
 
 
 def test_a_row_is_the_same_alone():
