@@ -9,12 +9,13 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Set
 from itertools import chain, repeat
 
+from quire_engine.block_hashes import block_hash, root_hash
 from quire_engine.invariants import require
 from quire_engine.kv_groups import WHOLE, KVGroup
 from quire_engine.scheduling.block_pool import BlockPool
 from quire_engine.scheduling.blocks import NO_MATCH, NO_MOVES, Moves, PageTable, PrefixMatch
 from quire_engine.scheduling.cache_shares import Owner
-from quire_engine.scheduling.prefix_cache import GroupCaches, PrefixCache, Tails, block_hash, num_common, root_hash
+from quire_engine.scheduling.prefix_cache import GroupCaches, PrefixCache, Tails, num_common
 from quire_engine.scheduling.sequence import Content, Promise, Sequence
 
 Copy = tuple[int, int]  # (source block, target block)

@@ -5,9 +5,7 @@ A hash covers the block's tokens, all tokens before them and the cache salt.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Iterable, Iterator
-from hashlib import sha256
 
 from quire_engine.invariants import require
 from quire_engine.kv_groups import KVGroup
@@ -133,16 +131,6 @@ class GroupCaches:
         """For each group the first of `count` blocks that rows behind them see."""
         for group, cache in zip(self._groups, self.each, strict=True):
             yield group.first_seen(count * self._block_size) // self._block_size, cache
-
-
-def root_hash(salt: str) -> bytes:
-    """The parent of every first block: requests with different salts share no hash."""
-    return sha256(b"quire prefix root\0" + salt.encode("utf-8", "surrogatepass")).digest()
-
-
-def block_hash(parent: bytes, token_ids: list[int]) -> bytes:
-    """The hash of one full block of tokens after the chain that `parent` names."""
-    return sha256(parent + array("q", token_ids).tobytes()).digest()
 
 
 Beginning = tuple[bytes, tuple[int, ...]]  # the hash of all blocks before it, the first `least` tokens in it
