@@ -374,6 +374,11 @@ def resolve(
     model, config = found.facts, found.asked
     check_model_len(config.max_model_len, model.max_position_embeddings)
     device = resolve_device(config.device)
+    if config.replicas > 1 and device.type != "cpu":
+        raise ConfigError(
+            f"replicas={config.replicas}: the engines of one server are divided over a CPU's cores only;"
+            " start a server for each GPU, or set device to cpu"
+        )
     dtype, why_dtype = _dtype(config, model, device)
     parameters = found.parameters(Path(config.model))
     num_threads = config.num_threads or usable_cores()

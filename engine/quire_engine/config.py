@@ -130,6 +130,8 @@ class EngineConfig:
     packed_cache_size: int = 64 << 30  # bytes of all such files
     async_scheduling: AsyncScheduling = "auto"  # plan a step while the one before it is computed; on a GPU only
     speculation: str = "off"  # one of SPECULATIONS, model:DIR or eagle:DIR, for steps that compute several tokens
+    replicas: int = 1  # engines that share this machine's memory
+    alive_seconds: float = 0.0  # between two signs of life that the process sends also during a step; 0: none
     check_invariants: bool = False  # after every step, not only when idle
     faults: tuple[Fault, ...] = ()  # to be injected, for tests
 

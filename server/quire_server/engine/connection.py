@@ -15,6 +15,7 @@ from typing import cast
 from quire_engine.config import EnginePlan
 from quire_engine.errors import EngineDead, ProtocolError, QuireError, Unanswerable
 from quire_engine.process.transport import (
+    Alive,
     Control,
     Frame,
     FrameDecoder,
@@ -29,6 +30,7 @@ from quire_engine.types import EngineHealth, StepOutput
 log = logging.getLogger("quire.supervisor")
 
 MOST_QUESTIONS = 32  # unanswered questions at once
+_ONLY_ALIVE: list[Frame] = [Alive()]
 
 
 class TooManyQuestions(QuireError):
@@ -54,7 +56,7 @@ class EngineConnection(asyncio.Protocol):
         self._asked: dict[int, asyncio.Future[Inspected]] = {}
         self._tokens = count()
         self._latest: StepOutput | EngineHealth = EngineHealth(alive=True, step_id=0, has_work=False)
-        self._heard = time.monotonic()
+        self._seen = self._heard = time.monotonic()  # the last bytes; the last ones of the engine's loop
 
     @property
     def connected(self) -> bool:
@@ -91,8 +93,13 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def silence(self) -> float:
-        """Seconds since the last frame; an engine sends one per step, and one per second while idle."""
+        """Seconds since the loop's last frame; an engine sends one per step, and one per second while idle."""
         return time.monotonic() - self._heard
+
+    @property
+    def absence(self) -> float:
+        """Seconds since the last bytes, signs of life among them: of the process, whatever its step does."""
+        return time.monotonic() - self._seen
 
     # ---------------------------------------------------------------- asyncio.Protocol
 
@@ -100,9 +107,12 @@ class EngineConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's has the methods, not the base class
 
     def data_received(self, data: bytes) -> None:
-        self._heard = time.monotonic()
+        self._seen = time.monotonic()
         try:
-            for frame in self._decoder.feed(data):
+            frames = self._decoder.feed(data)
+            if frames != _ONLY_ALIVE:
+                self._heard = self._seen
+            for frame in frames:
                 match frame:
                     case StepOutput():
                         self._latest = frame
@@ -112,6 +122,8 @@ class EngineConnection(asyncio.Protocol):
                         self._latest = frame
                     case LoadProgress():
                         self.progress, self.progressed_at = frame, self._heard
+                    case Alive():
+                        pass
                     case Inspected():
                         asked = self._asked.get(frame.token)
                         if asked is not None and not asked.done():  # otherwise the caller has stopped waiting

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from os import getpid
 from typing import Any
 
 from quire_engine.config import EngineConfig, EnginePlan
@@ -44,25 +44,31 @@ class EngineProcess(EngineConnection):
         *,
         stderr: int | None = None,
         memory_fd: int | None = None,
+        cpus: Sequence[int] = (),
     ) -> None:
         """Launch `program FD PARENT_PID [MEMORY_FD]`. Raises EngineDead where that is not possible.
 
         `stderr`: the child's descriptor for it; None: the server's own, where a slow reader makes the engine wait.
         `memory_fd`: a memory file for packed weights, empty or filled by the process before.
+        `cpus`: hardware threads that it runs on; empty: the server's own.
         """
         super().__init__(on_step)
+        self.was_absent = False  # whether it was given up because no sign of life came
         self._killed_by_us = False
         try:
             self._child, self._socket = _launch(program, stderr, memory_fd)
         except OSError as error:
             raise EngineDead(f"the engine process could not be launched: {error}") from error
+        if cpus and hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(OSError):  # it has ended, or a container forbids it: then the system chooses
+                os.sched_setaffinity(self._child.pid, cpus)
 
     async def start(self, config: EngineConfig, stall_seconds: float = 60.0) -> EnginePlan:
         """Build the engine. Raises ConfigError or ModelLoadError as the engine does, EngineDead if the process ends.
 
         A start without progress for `stall_seconds` is killed.
         """
-        self.progressed_at = self._heard = time.monotonic()  # a spare process was launched long before
+        self.progressed_at = self._heard = self._seen = time.monotonic()  # a spare process was launched long before
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
             self.send(config)
@@ -99,9 +105,17 @@ class EngineProcess(EngineConnection):
         """Whether a SIGKILL of others ended it: an operator's or the OOM killer's."""
         return self._child.returncode == -signal.SIGKILL and not self._killed_by_us
 
-    async def wait_for_end(self, hang_seconds: Callable[[], float]) -> None:
-        """Wait until the socket closes; kill the process after a silence of `hang_seconds()`."""
+    async def wait_for_end(self, hang_seconds: Callable[[], float], absent_seconds: float | None = None) -> None:
+        """Wait until the socket closes; kill the process after a silence of `hang_seconds()`.
+
+        `absent_seconds`: without any sign of life that mean that it is lost, for processes that send them.
+        """
         while not await self._ends_or_waits(self._lost):
+            if absent_seconds is not None and self.absence >= absent_seconds:
+                log.error("no sign of life from the engine process for %.1f s: it is given up", self.absence)
+                self.was_absent = True
+                self._kill()
+                return
             limit = hang_seconds()
             stopped = self.silence >= min(limit, _STOPPED_SECONDS) and is_stopped(self._child.pid)
             if stopped or self.silence >= limit:
@@ -179,7 +193,7 @@ def _launch(
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
             ours.setblocking(False)
             memory = () if memory_fd is None else (memory_fd,)
-            command = [*program, *map(str, (theirs.fileno(), getpid(), *memory))]
+            command = [*program, *map(str, (theirs.fileno(), os.getpid(), *memory))]
             handed_on = (theirs.fileno(), *memory)
             # Popen, not asyncio's: only this object reaps the child, and spawning takes about a millisecond.
             # A group of its own, which a Ctrl-C in the terminal does not reach. A signal to all processes of a service,
