@@ -62,7 +62,7 @@ def views(names: Sequence[str], rng: random.Random) -> list[ReplicaView]:
 def decisions(
     index: PrefixIndex, names: Sequence[str], count: int, rng: random.Random, shared: Sequence[int]
 ) -> list[tuple[float, float]]:
-    """Seconds of each decision and of the note of what was sent, over prompts that share nothing, a part or all of their blocks."""
+    """Seconds of each decision and of the note of what was sent, for prompts that share a part of their blocks."""
     policy, seen, took = route_policy("predicted_ttft"), views(names, rng), []
     for number in range(count):
         common = rng.choice((0, 32, MOST_ROUTED // 2, MOST_ROUTED))

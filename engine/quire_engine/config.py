@@ -131,6 +131,7 @@ class EngineConfig:
     async_scheduling: AsyncScheduling = "auto"  # plan a step while the one before it is computed; on a GPU only
     speculation: str = "off"  # one of SPECULATIONS, model:DIR or eagle:DIR, for steps that compute several tokens
     check_invariants: bool = False  # after every step, not only when idle
+    tells_prefixes: bool = False  # a router asks which prompt blocks are cached
     faults: tuple[Fault, ...] = ()  # to be injected, for tests
 
 
