@@ -236,6 +236,7 @@ class Resolved:
             bidirectional=_is_bidirectional(self.model),
             why_no_text=_why_no_text(self.model),
             speculates=self.asked.speculation != "off",
+            tells_prefixes=self.asked.tells_prefixes,
             windows=self.layout.windows,
             limits=self.asked.limits,
         )

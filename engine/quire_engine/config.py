@@ -133,6 +133,7 @@ class EngineConfig:
     replicas: int = 1  # engines that share this machine's memory
     alive_seconds: float = 0.0  # between two signs of life that the process sends also during a step; 0: none
     check_invariants: bool = False  # after every step, not only when idle
+    tells_prefixes: bool = False  # a router asks which prompt blocks are cached
     faults: tuple[Fault, ...] = ()  # to be injected, for tests
 
 

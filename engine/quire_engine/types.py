@@ -138,6 +138,7 @@ class GenerationRequest:
     tenant: str = ""  # the tenant that its service is charged to
     weight: float = 1.0  # the tenant's weight under fair queueing: twice the weight, twice the service
     max_running: int = 0  # the tenant's quota of running sequences; 0: any number
+    service_elsewhere: float = 0.0  # the tenant's service by other replicas so far, as its front knows it
     service_class: ServiceClass = "interactive"
     deadline: float | None = None  # on the clock of arrival_time; unfinished then, it ends with an error
     beam: BeamParams | None = None  # beam search instead of sampling; outputs come at its end

@@ -5,6 +5,8 @@ Promises: more load, fewer hits or a slower replica never predict less. Must not
 
 from __future__ import annotations
 
+from math import exp2
+
 from quire_engine.routing.views import ReplicaView, RouteRequest
 
 _KEEP = 0.9  # of the earlier mean with each further first token
@@ -88,4 +90,4 @@ class Slowness:
     def ratio(self, now: float) -> float:
         """The factor on predictions now."""
         age = max(now - self._at, 0.0)
-        return 1.0 + (self._ratio - 1.0) * 0.5 ** (age / _FORGET_SECONDS)
+        return 1.0 + (self._ratio - 1.0) * exp2(-age / _FORGET_SECONDS)

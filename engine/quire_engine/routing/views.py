@@ -1,7 +1,7 @@
 """The values that a route is chosen from, and the route itself.
 
-Promises: frozen, plain; times are seconds, names of blocks are the first 8 bytes of their hashes. Must not know: sockets,
-clocks.
+Promises: frozen, plain; times are seconds, names of blocks are the first 8 bytes of their hashes. Must not know:
+sockets, clocks.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class ReplicaView:
     requests: int = 0  # sent and unfinished
     decodes: int = 0  # running sequences that get a token in every step
     context: int = 0  # tokens that they attend to together
+    blocks_total: int = 0  # of its pool
     blocks_free: int = 0  # free or cached without a reference
     blocks_freed_rate: float = 0.0  # blocks that ending requests give back, a second; 0: unknown
     step_ends_in: float = 0.0  # seconds until the running step ends
