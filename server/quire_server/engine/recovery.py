@@ -60,6 +60,11 @@ class Recovery:
         """Whether the request is live."""
         return request_id in self._journal
 
+    def suspects(self, request_id: str) -> bool:
+        """Whether the request is live and under suspicion."""
+        entry = self._journal.get(request_id)
+        return entry is not None and entry.is_suspected
+
     def admit(self, entry: JournalEntry) -> None:
         """Record a request that is sent to the engine at once."""
         self._journal[entry.request.request_id] = entry

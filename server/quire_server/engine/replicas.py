@@ -7,22 +7,20 @@ replica's supervisor restarts its engine and finds culprits; what moves are requ
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from quire_engine.config import EngineConfig, EnginePlan, for_later_engines
-from quire_engine.cost_model import UNIT_STEPS
-from quire_engine.errors import EngineDead, ModelLoadError, QuireError, Unanswerable
+from quire_engine.errors import ModelLoadError
 from quire_engine.machine import CoreShare
 from quire_engine.process.transport import LoadProgress
-from quire_engine.routing.index import PrefixIndex
-from quire_engine.routing.views import NoReplica, ReplicaView, Route, RoutePolicy, RouteRequest
+from quire_engine.routing.views import Route
 from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput, TokenOutput
 from quire_server.engine.recovery import JournalEntry, Quarantine
+from quire_server.engine.replica_questions import EPOCH, ReplicaQuestions
+from quire_server.engine.replica_routing import Router, Standing, num_known_tokens
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.stats_sum import StatsSum
 from quire_server.engine.supervisor import EngineState, Supervisor, WeightsMemory
@@ -31,7 +29,9 @@ from quire_server.errors import ReplicaLost
 ALIVE_SECONDS = 0.5  # between two signs of life of an engine
 MOST_LOSSES = 2  # of a request's engines, without a token in between; it gets no third one
 _MOST_ENDED = 4096  # ended requests whose replica is known to `inspect`
-_EPOCH = "~"  # between a request's id and the number of its engine; no id has it
+
+# A stream lost its replica; the replica with a part of the prompt cached; or else by what is ahead of it.
+ROUTE_REASONS = ("moved", "cached", "load")
 
 log = logging.getLogger("quire.replicas")
 
@@ -71,7 +71,7 @@ class Stream:
     @property
     def run_id(self) -> str:
         """Its name in the engine."""
-        return f"{self.request.request_id}{_EPOCH}{self.epoch}" if self.epoch else self.request.request_id
+        return f"{self.request.request_id}{EPOCH}{self.epoch}" if self.epoch else self.request.request_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +100,10 @@ class ReplicaSet:
         policy: RestartPolicy,
         *,
         count: int,
-        route: RoutePolicy,
+        router: Router,
         failover_seconds: float = 30.0,
         shares: Sequence[CoreShare] = (),
+        stderr: int | None = None,
         make: Callable[..., Supervisor] = Supervisor,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -112,21 +113,24 @@ class ReplicaSet:
         """
         self.on_step: Callable[[StepOutput], None] = lambda _: None
         self.on_restart: Callable[[], None] = lambda: None
-        self.on_route: Callable[[str], None] = lambda _: None  # called with the reason of each decision
+        self.on_route: Callable[[str], None] = lambda _: None  # called with each decision's reason, of ROUTE_REASONS
         self.on_move: Callable[[], None] = lambda: None  # a stream has lost its engine, or is drained off it
         self.on_moved: Callable[[float], None] = lambda _: None  # its next token came after so many seconds
         self.num_replicas = count
         self.quarantine = Quarantine()
         self.dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._config = divided_config(config, count)
-        self._policy, self._route, self._make, self._clock = policy, route, make, clock
+        self._policy, self._router, self._make, self._clock = policy, router, make, clock
         self._failover_seconds = failover_seconds
-        self._shares = list(shares)
+        self._shares, self._stderr = list(shares), stderr
         self._weights: dict[int, WeightsMemory] = {}  # by memory node, so that each reads its own
-        self._replicas: list[Replica] = [self._new_replica(0, self._config)]
+        self._replicas: dict[str, Replica] = {}
         self._streams: dict[str, Stream] = {}
-        self._ended: dict[str, tuple[Replica, str]] = {}  # the last ended requests: replica, name there
-        self._index = PrefixIndex()
+        self._ended: dict[str, tuple[str, str]] = {}  # the last ended requests: replica, id there
+        self._supervisors: dict[str, Supervisor] = {}
+        self._questions = ReplicaQuestions(self._supervisors, self._find)
+        self.inspect = self._questions.inspect
+        self._add_replica(self._config)
         self._sums = StatsSum()
         self._stopped = False
 
@@ -138,52 +142,53 @@ class ReplicaSet:
         The others start when the first is ready: they take its pool size and instruction set, and its packed weights
         from memory.
         """
-        plan = await self._replicas[0].supervisor.start()
+        (first,) = self._supervisors.values()
+        plan = await first.start()
         later = for_later_engines(self._config, plan)
-        self._replicas += [self._new_replica(number, later) for number in range(1, self.num_replicas)]
-        others = [asyncio.create_task(each.supervisor.start()) for each in self._replicas[1:]]
+        others = [self._add_replica(later) for _ in range(1, self.num_replicas)]
+        starting = [asyncio.create_task(each.supervisor.start()) for each in others]
         try:
-            plans = await asyncio.gather(*others)
+            plans = await asyncio.gather(*starting)
         finally:
-            for task in others:
+            for task in starting:
                 task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.gather(*starting, return_exceptions=True)
         if any(other.checkpoint != plan.checkpoint for other in plans):
             raise ModelLoadError(f"{plan.model}: its files changed on disk while the replicas started")
         if any(other.numerics != plan.numerics for other in plans):
             log.warning("not all replicas compute the same bits: streams move among those that do")
-        for each in self._replicas:
-            self._index.add(each.name)
-            self._sums.take(each.name, _empty(plan))
+        for name in self._replicas:
+            self._router.joins(name)
+            self._sums.take(name, _empty(plan))
         return plan
 
     async def stop(self) -> None:
         """End all engines; unfinished requests end with an error. Idempotent."""
         self._stopped = True
-        await asyncio.gather(*(each.supervisor.stop() for each in self._replicas))
+        await asyncio.gather(*(each.stop() for each in self._supervisors.values()))
         for stream in list(self._streams.values()):
             self._fail(stream, "the server is shutting down")
 
     @property
     def progress(self) -> LoadProgress | None:
         """The progress of the start that is least far, as last reported."""
-        return min(self._replicas, key=lambda each: each.supervisor.load_ratio()).supervisor.progress
+        return min(self._supervisors.values(), key=lambda each: each.load_ratio()).progress
 
     def load_ratio(self) -> float:
         """The mean progress of all loads, 0 to 1; 1 once every engine is ready."""
-        return sum(each.supervisor.load_ratio() for each in self._replicas) / self.num_replicas
+        return sum(each.load_ratio() for each in self._supervisors.values()) / self.num_replicas
 
     def trouble(self) -> str | None:
         """Why no engine serves now, in a few words; None: at least one does."""
-        troubles = [each.supervisor.trouble() for each in self._replicas]
+        troubles = [each.trouble() for each in self._supervisors.values()]
         return None if None in troubles else troubles[0]
 
     def overdue_seconds(self) -> float:
         """Seconds since all engines should have been killed and replaced; below 0 one is not overdue."""
-        return min(each.supervisor.overdue_seconds() for each in self._replicas)
+        return min(each.overdue_seconds() for each in self._supervisors.values())
 
     def health(self) -> EngineHealth:
-        healths = [each.supervisor.health() for each in self._replicas]
+        healths = [each.health() for each in self._supervisors.values()]
         return EngineHealth(
             alive=any(each.alive for each in healths),
             step_id=max(each.step_id for each in healths),
@@ -202,20 +207,23 @@ class ReplicaSet:
                 restarts=each.supervisor.restarts,
                 numerics=each.numerics,
             )
-            for each in self._replicas
+            for each in self._replicas.values()
         ]
 
-    def _new_replica(self, number: int, config: EngineConfig) -> Replica:
+    def _add_replica(self, config: EngineConfig) -> Replica:
+        number = len(self._replicas)
         share = self._shares[number] if self._shares else None
         weights = self._weights.setdefault(0 if share is None else share.node, WeightsMemory())
         supervisor = self._make(
             config,
             self._policy,
+            stderr=self._stderr,
             cpus=() if share is None else share.cpus,
             weights=weights,
             quarantine=self.quarantine,
         )
-        made = Replica(name=str(number), supervisor=supervisor)
+        made = self._replicas[str(number)] = Replica(name=str(number), supervisor=supervisor)
+        self._supervisors[made.name] = supervisor
         supervisor.on_step = lambda step: self._deliver(made, step)
         supervisor.on_restart = lambda: self.on_restart()  # noqa: PLW0108 - it is set later
         supervisor.on_lost = lambda: self._lost(made)
@@ -253,62 +261,54 @@ class ReplicaSet:
 
     def _place(self, stream: Stream, entry: JournalEntry) -> None:
         """Give a request to the replica that the policy chooses, or let it wait for one."""
-        route = self._choose(stream, entry)
-        if route is None:
-            if all(each.supervisor.state is EngineState.DEAD for each in self._replicas) or self._stopped:
-                self._fail(stream, "the engine is not running")
-                return
+        entry.request = stream.request
+        chosen = self._choose(stream, entry)
+        if chosen is None:
             stream.entry = entry
-            stream.timer = stream.timer or asyncio.get_running_loop().call_later(
-                self._failover_seconds, self._give_up, stream
-            )
+            if self._stopped or self._are_dead():
+                self._fail(stream, "the engine is not running")
+            elif stream.timer is None:
+                loop = asyncio.get_running_loop()
+                stream.timer = loop.call_later(self._failover_seconds, self._give_up, stream)
             return
         if stream.timer is not None:
             stream.timer.cancel()
         stream.entry = stream.timer = None
-        target = stream.replica = next(each for each in self._replicas if each.name == route.name)
+        route, blocks = chosen
+        target = stream.replica = self._replicas[route.name]
         target.streams[stream.request.request_id] = stream
-        stream.unanswered = len(stream.request.prompt_token_ids) + max(map(len, entry.tokens))
+        stream.unanswered = num_known_tokens(entry)
         target.tokens_ahead += stream.unanswered
-        self.on_route(route.why or "only")
-        entry.request = replace(stream.request, request_id=stream.run_id) if stream.epoch else stream.request
+        request = self._router.sent(stream.request, route, blocks, self._clock())
+        entry.request = replace(request, request_id=stream.run_id) if stream.epoch else request
+        self.on_route("moved" if stream.epoch else "cached" if route.hit_blocks else "load")
         target.supervisor.adopt(entry)
 
-    def _choose(self, stream: Stream, entry: JournalEntry) -> Route | None:
-        asked = RouteRequest(
-            request_id=stream.request.request_id,
-            prompt_tokens=len(stream.request.prompt_token_ids) + max(map(len, entry.tokens)),
-            max_new_tokens=stream.request.stop.max_new_tokens,
-            tenant=stream.request.tenant,
-            cohort=stream.numerics if entry.has_tokens else "",
-        )
-        try:
-            return self._route.choose(asked, self._views(), self._index, self._clock())
-        except NoReplica:
-            return None
+    def _choose(self, stream: Stream, entry: JournalEntry) -> tuple[Route, tuple[int, ...]] | None:
+        cohort = stream.numerics if entry.has_tokens else ""
+        return self._router.choose(entry, stream.request.request_id, cohort, self._standings(), self._clock())
 
-    def _views(self) -> list[ReplicaView]:
+    def _standings(self) -> list[Standing]:
         """The replicas as a policy sees them. One that looks for a culprit gets nothing while another is there."""
-        ready = [each for each in self._replicas if each.supervisor.state is EngineState.READY and not each.draining]
+        replicas = [each for each in self._replicas.values() if each.supervisor.plan is not None]
+        ready = [each for each in replicas if each.supervisor.state is EngineState.READY and not each.draining]
         sound = [each for each in ready if not each.supervisor.is_proving] or ready
-        views = []
-        for each in self._replicas:
-            plan, stats = each.supervisor.plan, self._sums.of(each.name)
-            if plan is not None:
-                views.append(
-                    ReplicaView(
-                        name=each.name,
-                        cohort=each.numerics,
-                        state="ready" if each in sound else "draining" if each.draining else "silent",
-                        cost=UNIT_STEPS,
-                        limits=plan.scheduler.limits,
-                        prompt_tokens_ahead=each.tokens_ahead,
-                        requests=len(each.streams),
-                        decodes=stats.running,
-                        blocks_free=stats.blocks_free + stats.blocks_cached,
-                    )
-                )
-        return views
+        return [
+            Standing(
+                name=each.name,
+                cohort=each.numerics,
+                state="ready" if each in sound else "draining" if each.draining else "silent",
+                limits=each.supervisor.plan.scheduler.limits,
+                tokens_ahead=each.tokens_ahead,
+                requests=len(each.streams),
+                stats=self._sums.of(each.name),
+            )
+            for each in replicas
+            if each.supervisor.plan is not None
+        ]
+
+    def _are_dead(self) -> bool:
+        return all(each.state is EngineState.DEAD for each in self._supervisors.values())
 
     def _leave(self, stream: Stream) -> None:
         """No replica has the request any more."""
@@ -316,12 +316,13 @@ class ReplicaSet:
             stream.replica.streams.pop(stream.request.request_id, None)
             stream.replica.tokens_ahead -= stream.unanswered
             stream.unanswered, stream.replica = 0, None
+            self._router.forget(stream.request.request_id)
 
     def _forget(self, stream: Stream) -> None:
         """The request has ended."""
         request_id = stream.request.request_id
         if stream.replica is not None:
-            self._ended[request_id] = stream.replica, stream.run_id
+            self._ended[request_id] = stream.replica.name, stream.run_id
             if len(self._ended) > _MOST_ENDED:
                 del self._ended[next(iter(self._ended))]
         self._leave(stream)
@@ -345,19 +346,21 @@ class ReplicaSet:
     def _deliver(self, source: Replica, step: StepOutput) -> None:
         """Pass a step's outputs on, under the clients' ids; outputs of an earlier epoch are dropped."""
         outputs = tuple(each for output in step.outputs if (each := self._own(source, output)) is not None)
-        if step.prefixes is not None:
-            self._index.apply(source.name, step.prefixes)
+        self._router.observe(source.name, step)
         stats = self._sums.take(source.name, step.stats) if step.stats.blocks_total else EngineStats()
         self.on_step(StepOutput(step_id=step.step_id, outputs=outputs, stats=stats))
 
     def _own(self, source: Replica, output: TokenOutput) -> TokenOutput | None:
         """The output with the client's id; None if it is not from the engine that has the request now."""
-        request_id = output.request_id.partition(_EPOCH)[0]
+        request_id = output.request_id.partition(EPOCH)[0]
         stream = self._streams.get(request_id)
         if stream is None or stream.replica is not source or stream.run_id != output.request_id:
             return None
-        source.tokens_ahead -= stream.unanswered
-        stream.unanswered, stream.numerics = 0, source.numerics
+        if stream.unanswered:
+            source.tokens_ahead -= stream.unanswered
+            stream.unanswered = 0
+            self._router.answered(request_id, self._clock())
+        stream.numerics = source.numerics
         if stream.moved_at is not None:
             self.on_moved(self._clock() - stream.moved_at)
             stream.moved_at = None
@@ -376,13 +379,13 @@ class ReplicaSet:
         if self._stopped:
             return
         stats = self._sums.lost(source.name)
-        self._index.add(source.name)
+        self._router.joins(source.name)
         is_dead = source.supervisor.state is EngineState.DEAD
         self._move(source, source.supervisor.surrender(suspects=is_dead))
         self.on_step(StepOutput(step_id=0, outputs=(), stats=stats))
         if not is_dead:
             asyncio.get_running_loop().call_later(self._failover_seconds, self._overdue, source)
-        elif all(each.supervisor.state is EngineState.DEAD for each in self._replicas):
+        elif self._are_dead():
             for stream in list(self._streams.values()):
                 self._fail(stream, "the engine could not be restarted")
             if not self.dead.done():
@@ -401,13 +404,13 @@ class ReplicaSet:
         for stream in sorted(waiting, key=_age):
             if stream.entry is not None:
                 self._place(stream, stream.entry)
-        for each in self._replicas:
+        for each in self._replicas.values():
             if each.draining:
                 self._empty(each)
 
     def _move(self, source: Replica, entries: Iterable[JournalEntry]) -> None:
         """Give requests that a replica has given up to others, the oldest first."""
-        found = [(self._streams.get(entry.request.request_id.partition(_EPOCH)[0]), entry) for entry in entries]
+        found = [(self._streams.get(entry.request.request_id.partition(EPOCH)[0]), entry) for entry in entries]
         moving = sorted(
             ((stream, entry) for stream, entry in found if stream is not None), key=lambda pair: _age(pair[0])
         )
@@ -422,7 +425,8 @@ class ReplicaSet:
                 stream.entry = entry
                 self._fail(stream, "engines were lost with this request; it will not be tried again", culprit=True)
                 continue
-            stream.moved_at = stream.moved_at or now
+            if not entry.held:
+                stream.moved_at = stream.moved_at or now
             self.on_move()
             self._place(stream, entry)
 
@@ -442,7 +446,7 @@ class ReplicaSet:
 
     def drain(self, name: str, *, draining: bool) -> ReplicaRow | None:
         """Let a replica take nothing new, and others go on with its streams; or undo that. None: there is none."""
-        found = next((each for each in self._replicas if each.name == name), None)
+        found = self._replicas.get(name)
         if found is None:
             return None
         found.draining = draining
@@ -452,74 +456,17 @@ class ReplicaSet:
             self._ready(found)
         return next(row for row in self.rows() if row.name == name)
 
-    async def inspect(self, what: str, argument: str = "{}") -> bytes:
-        """As `Supervisor.inspect`: of requests that it names from the replicas that have them; else of one replica.
-
-        That is `replica` of the argument, or the first one; lists of requests are of all.
-        """
-        asked: dict[str, Any] = json.loads(argument)
-        name = str(asked.pop("replica", "") or "")
-        if "ids" in asked:
-            return await self._inspect_requests(what, asked)
-        if name and name not in {each.name for each in self._replicas}:
-            raise Unanswerable(f"there is no replica {name!r}; there are 0 to {self.num_replicas - 1}")
-        chosen = [each for each in self._replicas if name in ("", each.name)]
-        if what != "requests":
-            return await chosen[0].supervisor.inspect(what, json.dumps(asked))
-        answers = await self._ask([(each, asked) for each in chosen], what)
-        merged = answers[0]
-        for answer in answers[1:]:
-            merged["num_live"] += answer["num_live"]
-            merged["live"] += answer["live"]
-            merged["ended"] += answer["ended"]
-        return json.dumps(merged).encode()
-
-    async def _inspect_requests(self, what: str, asked: dict[str, Any]) -> bytes:
-        by_replica: dict[str, list[str]] = {}
-        for request_id in map(str, asked["ids"]):
-            stream = self._streams.get(request_id)
-            place = (stream.replica, stream.run_id) if stream is not None else self._ended.get(request_id)
-            if place is not None and place[0] is not None:
-                by_replica.setdefault(place[0].name, []).append(place[1])
-        if not by_replica:
-            by_replica[self._replicas[0].name] = list(map(str, asked["ids"]))  # it says in words that there is none
-        chosen = [(each, asked | {"ids": by_replica[each.name]}) for each in self._replicas if each.name in by_replica]
-        answers = await self._ask(chosen, what)
-        merged = answers[0]
-        listed = "requests" if what == "request" else "sequences"
-        merged[listed] = [one for answer in answers for one in answer[listed]]
-        return json.dumps(merged).encode()
-
-    async def _ask(self, chosen: Sequence[tuple[Replica, dict[str, Any]]], what: str) -> list[dict[str, Any]]:
-        """The answers of the replicas that answer, each request under its client's id. Raises if none does."""
-        answers = await asyncio.gather(
-            *(each.supervisor.inspect(what, json.dumps(asked)) for each, asked in chosen), return_exceptions=True
-        )
-        good = []
-        for (each, _), answer in zip(chosen, answers, strict=True):
-            if isinstance(answer, bytes):
-                good.append(self._translated(json.loads(answer), each.name))
-            elif not isinstance(answer, QuireError):
-                raise answer
-        if not good:
-            raise next(answer for answer in answers if isinstance(answer, QuireError))
-        return good
-
-    def _translated(self, answer: dict[str, Any], name: str) -> dict[str, Any]:
-        for each in ("live", "ended", "requests", "sequences"):
-            for one in answer.get(each, ()):
-                one["request_id"], _, epoch = one["request_id"].partition(_EPOCH)
-                one["replica"], one["moves"] = name, int(epoch or 0)
-        return answer
-
     async def control(self, what: str, argument: str = "{}") -> bytes:
-        """The sum of an order's effects on all replicas. Raises as `Supervisor.control` does, if any of them does."""
-        ready = [each for each in self._replicas if each.supervisor.state is EngineState.READY]
-        if not ready:
-            raise EngineDead("no engine is there to be asked")
-        answers = await asyncio.gather(*(each.supervisor.control(what, argument) for each in ready))
-        effects = list(map(json.loads, answers))
-        return json.dumps({key: sum(effect[key] for effect in effects) for key in effects[0]}).encode()
+        """The sum of an order's effects on all engines that run. Raises as `Supervisor.control` does, if any does."""
+        names = [name for name, each in self._supervisors.items() if each.state is EngineState.READY]
+        return await self._questions.control(names, what, argument)
+
+    def _find(self, request_id: str) -> tuple[str, str] | None:
+        """The replica that has the request, or had it last, and the request's id there."""
+        stream = self._streams.get(request_id)
+        if stream is None or stream.replica is None:
+            return self._ended.get(request_id)
+        return stream.replica.name, stream.run_id
 
 
 def divided_config(config: EngineConfig, count: int) -> EngineConfig:
@@ -527,6 +474,7 @@ def divided_config(config: EngineConfig, count: int) -> EngineConfig:
     return replace(
         config,
         replicas=count,
+        tells_prefixes=True,
         alive_seconds=ALIVE_SECONDS,
         num_threads=None if config.num_threads is None else max(1, config.num_threads // count),
         kv_memory=None if config.kv_memory is None else config.kv_memory // count,

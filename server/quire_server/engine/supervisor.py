@@ -52,6 +52,7 @@ class Supervisor:
         # Called when requests are left without an engine: in the state RESTARTING, or DEAD where none will come. Who
         # is called may take them by `surrender`.
         self.on_lost: Callable[[], None] = lambda: None
+        self.num_replicas = 1
         self.state = EngineState.STARTING
         self.restarts = 0
         self.plan: EnginePlan | None = None  # of the latest engine
@@ -97,7 +98,12 @@ class Supervisor:
         return request_id in self._recovery
 
     def take(self, request_id: str) -> JournalEntry | None:
-        """Give up a live request, for another engine to go on with it; what its engine still sends is dropped."""
+        """Give up a live request, for another engine to go on with it; what its engine still sends is dropped.
+
+        None: it is not live, or under suspicion, which is proven or disproven here.
+        """
+        if self._recovery.suspects(request_id):
+            return None
         entry = self._recovery.take(request_id)
         if entry is not None:
             self._tell(Abort(request_id=request_id), is_due=entry.in_flight)
