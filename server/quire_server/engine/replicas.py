@@ -85,6 +85,7 @@ class ReplicaRow:
     prompt_tokens_ahead: int
     restarts: int
     numerics: str
+    pid: int | None  # of its engine; None: there is none
 
     @property
     def is_up(self) -> bool:
@@ -206,6 +207,7 @@ class ReplicaSet:
                 prompt_tokens_ahead=each.tokens_ahead,
                 restarts=each.supervisor.restarts,
                 numerics=each.numerics,
+                pid=each.supervisor.pid,
             )
             for each in self._replicas.values()
         ]

@@ -80,6 +80,7 @@ class ReplicaStatus(BaseModel):
     prompt_tokens_ahead: int  # of those without an output from this engine
     restarts: int
     numerics: str  # streams move among replicas that have this in common
+    pid: int | None  # of the engine's process
 
 
 class ReplicaList(BaseModel):
@@ -205,6 +206,7 @@ def _replica(row: ReplicaRow) -> ReplicaStatus:
         prompt_tokens_ahead=row.prompt_tokens_ahead,
         restarts=row.restarts,
         numerics=row.numerics,
+        pid=row.pid,
     )
 
 
