@@ -43,14 +43,14 @@ def pids(together: ReplicaSet) -> list[int]:
 def test_streams_survive_kills_of_either_engine_with_identical_tokens() -> None:
     async def body() -> None:
         async with served() as (together, client):
-            names = [f"r{i}" for i in range(12)]
+            names = [f"r{i}" for i in range(8)]  # twelve sequences, which one engine can seat
             for i, name in enumerate(names):
                 together.submit(request(name, (i, i + 1), tokens=300, n=1 + i % 2))
             for kill in range(4):
                 goal = 50 * (kill + 1)
                 await client.until(lambda goal=goal: all(len(client.tokens.get((n, 0), ())) >= goal for n in names))
                 os.kill(pids(together)[kill % 2], signal.SIGKILL)
-            await client.until(lambda: len(client.ends) == 18)
+            await client.until(lambda: len(client.ends) == 12)
             for i, name in enumerate(names):
                 for choice in range(1 + i % 2):
                     assert client.tokens[name, choice] == expected((i, i + 1), 300, choice)
