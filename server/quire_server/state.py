@@ -126,6 +126,11 @@ class ServerState:
         return self.client.plan.scheduler.max_model_len
 
     @property
+    def whole_plan(self) -> EnginePlan:
+        """The plan of all engines together: their pools, seats and threads."""
+        return whole_plan(self.client.plan, 1 if self.replicas is None else self.replicas.num_replicas)
+
+    @property
     def shows_tools(self) -> bool:
         """Whether the chat template renders tools; otherwise the prompt describes them in text."""
         return self.prompts is not None and self.prompts.shows_tools

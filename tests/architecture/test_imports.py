@@ -68,7 +68,12 @@ FOLDERS = {
     "quire_kernels.verify": {"*", "reference"},
 }
 SIMULATES = ("quire_server.commands", "quire_bench")  # commands that answer what would happen if
-ROUTES = ("quire_server.engine", "quire_server.commands", "quire_bench")  # over replicas, real or simulated
+ROUTES = (
+    "quire_server.engine",
+    "quire_server.settings",
+    "quire_server.commands",
+    "quire_bench",
+)  # over replicas, real or simulated
 # The files whose ids, counts and hashes only the allocator touches.
 BLOCKS = ("quire_engine.scheduling.block_pool", "quire_engine.scheduling.prefix_cache")
 TRUST = "quire_kernels.trusted_folder"  # standard library only; whoever keeps files between runs asks it

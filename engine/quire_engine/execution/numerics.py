@@ -1,4 +1,6 @@
-"""What the bits of an engine's results depend on, beside the request: replicas of one name compute the same tokens.
+"""The facts that the bits of an engine's results depend on, beside the request, and their name.
+
+Replicas of one name compute the same tokens.
 
 Not in it: the size of the pool, threads, limits, guessed tokens, the number of processes that share the work.
 """

@@ -1,4 +1,4 @@
-"""What the server needs of its engines, be it one or several.
+"""The interface of the engines to the rest of the server, be it one or several.
 
 Two implementations: `supervisor.Supervisor` for one, `replicas.ReplicaSet` for several.
 """

@@ -15,7 +15,7 @@ _LISTS = {"request": "requests", "table": "sequences"}  # what the answers about
 
 
 class Asked(Protocol):
-    """What answers for one replica: its supervisor."""
+    """The supervisor of one replica, which answers for it."""
 
     async def inspect(self, what: str, argument: str = "{}") -> bytes: ...
     async def control(self, what: str, argument: str = "{}") -> bytes: ...

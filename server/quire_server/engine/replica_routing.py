@@ -1,4 +1,4 @@
-"""What a front knows of its replicas for choosing among them: their load, their cached prompts, what steps take.
+"""The front's knowledge of its replicas for choosing among them: load, cached prompts, the time of their steps.
 
 The choice itself is a policy of `quire_engine.routing`. A wrong guess here costs time, never tokens.
 """
@@ -65,7 +65,7 @@ class Standing:
 
 
 class Router:
-    """One route policy, and what it decides by."""
+    """One route policy, and all that it decides by."""
 
     def __init__(self, policy: str) -> None:
         """Raises ConfigError for a policy that is unknown."""
@@ -114,7 +114,7 @@ class Router:
             return None
 
     def sent(self, request: GenerationRequest, route: Route, blocks: tuple[int, ...], now: float) -> GenerationRequest:
-        """The request goes there; returns it with what its replica must know of others."""
+        """The request goes there; returns it with the service of other replicas."""
         self._index.sent(route.name, request.request_id, blocks)
         self._predicted[request.request_id] = route.name, route.predicted_ttft, now
         elsewhere = self._tenants.elsewhere(route.name, request.tenant)

@@ -56,7 +56,8 @@ class Replica:
 class Stream:
     """A live request: which engine has it, under which name.
 
-    Every engine that it moves to gets it under another name, its epoch, so outputs of an earlier one are nobody's.
+    Every engine that it moves to gets it under another name, its epoch, so that outputs of an earlier one belong to no
+    stream.
     """
 
     request: GenerationRequest
@@ -109,7 +110,7 @@ class ReplicaSet:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`config` is for all together: its threads and its memory are divided. `shares`: the cores of each; empty:
-        nobody knows. `failover_seconds`: how long a stream waits for an engine where none is left. `make`: called as
+        not known. `failover_seconds`: how long a stream waits for an engine where none is left. `make`: called as
         `Supervisor` is.
         """
         self.on_step: Callable[[StepOutput], None] = lambda _: None
@@ -399,7 +400,7 @@ class ReplicaSet:
             self._move(source, source.supervisor.surrender(suspects=True))
 
     def _ready(self, arrived: Replica) -> None:
-        """A replica has an engine again: who waits for one gets it, the oldest first."""
+        """A replica has an engine again: streams that wait for one get it, the oldest first."""
         if arrived.supervisor.plan is not None:
             log.info("replica %s is ready again", arrived.name)
         waiting = [stream for stream in self._streams.values() if stream.entry is not None]

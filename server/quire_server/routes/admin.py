@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from quire_engine.errors import QuireError
 from quire_engine.types import RESET_PREFIX_CACHE
-from quire_server.engine.replicas import ReplicaRow
 from quire_server.errors import AbortedByOperator, Conflict, NotReady, NotRemembered
 from quire_server.http.body import json_body
 from quire_server.http.credentials import Reloaded
@@ -155,7 +154,8 @@ async def reset_prefix_cache(request: Request) -> CacheDropped:
 async def list_replicas(request: Request) -> ReplicaList:
     """The replicas and what they do; none where the server has one engine."""
     replicas = state_of(request).replicas
-    return ReplicaList(replicas=[] if replicas is None else [_replica(row) for row in replicas.rows()])
+    rows = [] if replicas is None else replicas.rows()
+    return ReplicaList(replicas=[ReplicaStatus.model_validate(row, from_attributes=True) for row in rows])
 
 
 @router.post("/replicas/{name}/drain", responses=_NO_REPLICA)
@@ -194,20 +194,7 @@ def _order_replica(state: ServerState, name: str, *, draining: bool) -> ReplicaS
     if row is None:
         raise NotRemembered(f"There is no replica {name!r}.")
     log.warning("replica %s %s; it has %d streams", name, "drains" if draining else "takes requests again", row.streams)
-    return _replica(row)
-
-
-def _replica(row: ReplicaRow) -> ReplicaStatus:
-    return ReplicaStatus(
-        name=row.name,
-        state=row.state,
-        draining=row.draining,
-        streams=row.streams,
-        prompt_tokens_ahead=row.prompt_tokens_ahead,
-        restarts=row.restarts,
-        numerics=row.numerics,
-        pid=row.pid,
-    )
+    return ReplicaStatus.model_validate(row, from_attributes=True)
 
 
 def _chosen(state: ServerState, order: AbortOrder) -> list[str]:

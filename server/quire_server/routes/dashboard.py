@@ -13,7 +13,6 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from quire_server.engine.replicas import whole_plan
 from quire_server.errors import QueueFull
 from quire_server.http.sse import EventStream, error_frames
 from quire_server.state import ServerState, state_of
@@ -75,8 +74,7 @@ class _Viewing:
             self._feed.num_listeners -= 1
 
     def _about(self) -> dict[str, object]:
-        replicas = self._state.replicas
-        plan = whole_plan(self._state.client.plan, 1 if replicas is None else replicas.num_replicas)
+        plan = self._state.whole_plan
         limits = plan.scheduler.limits
         return {
             "started": self._state.started,  # a new value after a reconnection means a new server

@@ -32,5 +32,5 @@ def test_sizes_threads_and_limits_are_not_in_the_name() -> None:
 
 
 def test_what_bits_depend_on_is() -> None:
-    names = [named(), named(dtype="bfloat16"), named(deterministic=True), named(attention="triton")]
+    names = [named(), named(dtype="bfloat16"), named(deterministic=True)]
     assert len(set(names)) == len(names)
