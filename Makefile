@@ -8,7 +8,7 @@ JOBS ?= 2
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
 .PHONY: help serve test kernel-test schema-test draft-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim schedule-test \
-  emulated-test damage-test model-sweep hostile soak api-fuzz audit lock sbom check format bench headline clean
+  emulated-test damage-test model-sweep hostile replica-test soak api-fuzz audit lock sbom check format bench headline clean
 
 HELP := \
   "serve          serve the embedded model, or ARGS=\"/models/X --port 9000\"" \
@@ -30,6 +30,7 @@ HELP := \
   "gpu-test       what needs a GPU; installs nothing" \
   "gpu-bench      what a GPU's kernels and steps reach" \
   "hostile        hostile clients, and what others have meanwhile; nine minutes" \
+  "replica-test   a thousand streams on two replicas under ten kills, held against one engine" \
   "soak           mixed traffic with kills; twenty minutes" \
   "api-fuzz       requests made from our OpenAPI document; installs schemathesis" \
   "audit          published vulnerabilities of the pinned packages" \
@@ -80,6 +81,10 @@ HOSTILE_ROWS ?= many-prompts many-texts many-strings stopped-tokenizer killed-te
 hostile: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m hostile $(ARGS)
 	PYTHONPATH=tests $(BIN)/python -m hostile.rows $(HOSTILE_ROWS)
+
+# A thousand mixed streams on two replicas under ten kills, all as with one engine; three minutes on two cores.
+replica-test: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m replicas $(ARGS)
 
 # Mixed traffic for twenty minutes, or ARGS="--minutes 5": memory, handles, answers and times must stay as they are.
 soak: $(VENV)/.dev

@@ -7,11 +7,9 @@ Promises: every setting is resolved before the weights are read, every refusal n
 from __future__ import annotations
 
 import logging
-import platform
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -48,6 +46,7 @@ from quire_engine.execution.models.config import ModelConfig, load_model_config
 from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.parameters import Parameters, WeightMemory, count_parameters
 from quire_engine.execution.models.served import ModelFacts, ServedModel, Wanted
+from quire_engine.execution.numerics import Facts, numeric_facts, numerics_name
 from quire_engine.execution.progress import Tell, tell_nobody
 from quire_engine.execution.runner import Runner
 from quire_engine.kv_groups import KVLayout, kv_groups, kv_layout, most_blocks, one_group
@@ -107,28 +106,22 @@ class Resolved:
     def plans_ahead(self) -> bool:
         return self.asked.async_scheduling != "off" and runs_by_itself(self.kernels, self.device)
 
+    @property
+    def numerics(self) -> Facts:
+        """Everything except the request that the bits of results depend on."""
+        return numeric_facts(
+            self.asked,
+            self.kernels,
+            dtype=self.dtype,
+            device=self.device,
+            implementation=self.implementation,
+            replaced_ops=self.replaced_ops,
+        )
+
     def kv_layout(self) -> bytes:
         """A key for stored blocks: everything except tokens that a block's bytes are known to depend on."""
-        known = (
-            fingerprint(Path(self.asked.model)),
-            self.model.num_layers,
-            self.model.kv_heads,
-            self.dtype,
-            self.asked.limits.block_size,
-            self.bytes_per_block,
-            self.asked.quantization,
-            self.asked.kv_cache_dtype,
-            self.implementation,
-            self.kernels.name,
-            self.kernels.variant,
-            self.replaced_ops,
-            self.asked.attention,
-            self.asked.deterministic,
-            platform.machine() if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
-            torch.__version__,
-            version("quire"),
-        )
-        return repr(known).encode()
+        geometry = (self.model.num_layers, self.model.kv_heads, self.asked.limits.block_size, self.bytes_per_block)
+        return repr((*geometry, *self.numerics)).encode()
 
     def wanted(self) -> Wanted:
         """The description of the model to load."""
@@ -214,6 +207,7 @@ class Resolved:
             deterministic=asked.deterministic or self.device.type == "cpu",
             implementation=self.implementation,
             checkpoint=fingerprint(Path(asked.model)),
+            numerics=numerics_name(self.numerics),
             cpu_variant=cast(CpuVariant, self.kernels.variant) if self.kernels.variant else None,
             why_cpu_variant=self.kernels.why_variant,
             why_dtype=self.why_dtype,
@@ -242,6 +236,7 @@ class Resolved:
             bidirectional=_is_bidirectional(self.model),
             why_no_text=_why_no_text(self.model),
             speculates=self.asked.speculation != "off",
+            tells_prefixes=self.asked.tells_prefixes,
             windows=self.layout.windows,
             limits=self.asked.limits,
         )
@@ -380,6 +375,11 @@ def resolve(
     model, config = found.facts, found.asked
     check_model_len(config.max_model_len, model.max_position_embeddings)
     device = resolve_device(config.device)
+    if config.replicas > 1 and device.type != "cpu":
+        raise ConfigError(
+            f"replicas={config.replicas}: the engines of one server are divided over a CPU's cores only;"
+            " start a server for each GPU, or set device to cpu"
+        )
     dtype, why_dtype = _dtype(config, model, device)
     parameters = found.parameters(Path(config.model))
     num_threads = config.num_threads or usable_cores()

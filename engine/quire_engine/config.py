@@ -130,7 +130,10 @@ class EngineConfig:
     packed_cache_size: int = 64 << 30  # bytes of all such files
     async_scheduling: AsyncScheduling = "auto"  # plan a step while the one before it is computed; on a GPU only
     speculation: str = "off"  # one of SPECULATIONS, model:DIR or eagle:DIR, for steps that compute several tokens
+    replicas: int = 1  # engines that share this machine's memory
+    alive_seconds: float = 0.0  # between two signs of life that the process sends also during a step; 0: none
     check_invariants: bool = False  # after every step, not only when idle
+    tells_prefixes: bool = False  # a router asks which prompt blocks are cached
     faults: tuple[Fault, ...] = ()  # to be injected, for tests
 
 
@@ -189,6 +192,7 @@ class EnginePlan:
     replaced_ops: tuple[str, ...] = ()  # ops that failed their check at start and run on the reference
     implementation: str = ""  # whose code computes the model, where it is not ours
     checkpoint: str = ""  # changes when a file of the model does
+    numerics: str = ""  # engines of one name compute the same bits; a stream may go on with any of them
     cpu_variant: CpuVariant | None = None  # of the C++ kernels; None with other kernels
     why_cpu_variant: str = ""  # a reason to show to the operator
     why_dtype: str = ""  # the same, where the dtype is neither asked for nor the checkpoint's

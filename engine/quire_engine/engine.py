@@ -219,7 +219,8 @@ class Engine:
             host_seconds=step_seconds - execute_seconds,
             total_padding_rows=self._num_padding_rows,
         )
-        self.on_step(StepOutput(step_id=self._step_id, outputs=tuple(outputs), stats=stats))
+        prefixes = self._scheduler.take_prefixes()
+        self.on_step(StepOutput(step_id=self._step_id, outputs=tuple(outputs), stats=stats, prefixes=prefixes))
 
     def _admit_prepared(self, grammars: GrammarCompiler) -> None:
         """Admit requests whose grammars are ready; if there is nothing else to do, wait shortly for one."""

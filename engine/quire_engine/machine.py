@@ -10,11 +10,12 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from quire_kernels.cpu.topology import by_core
+from quire_kernels.cpu.topology import by_core, by_node
 
 # Of stops and reloads: what a supervised process leaves to its parent, since some process managers signal both.
 PARENTS_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
@@ -55,6 +56,53 @@ def usable_cores(root: Path = Path("/")) -> int:
         if quota and period and quota > 0:
             cores = min(cores, quota // period)
     return max(1, cores)
+
+
+def core_shares(count: int, root: Path = Path("/")) -> list[CoreShare]:
+    """This process' cores in `count` shares, each of whole cores of as few memory nodes as can be.
+
+    With more shares than cores, cores are in several. Cores that a cgroup's quota does not pay for are in none. Empty
+    where the system does not tell which cores there are.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    system = root / "sys/devices/system"
+    nodes = [by_core(node, system / "cpu") for node in by_node(os.sched_getaffinity(0), system / "node")]
+    left = usable_cores(root)
+    paid = []
+    for node in nodes:
+        paid.append(node[:left])
+        left -= len(paid[-1])
+    return divided([node for node in paid if node], count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreShare:
+    """A part of a machine's cores."""
+
+    cpus: tuple[int, ...]  # hardware threads
+    num_cores: int
+    node: int  # the memory node of the first one
+
+
+def divided(nodes: Sequence[Sequence[Sequence[int]]], count: int) -> list[CoreShare]:
+    """The cores of all nodes in `count` shares; a core is the list of its hardware threads."""
+    shares = []
+    for number in range(count):
+        if count <= len(nodes):
+            first, last = number * len(nodes) // count, (number + 1) * len(nodes) // count
+            cores = [core for node in nodes[first:last] for core in node]
+        else:
+            first = number * len(nodes) // count
+            own = [each for each in range(count) if each * len(nodes) // count == first]
+            node, place = nodes[first], own.index(number)
+            if len(own) <= len(node):
+                cores = list(node[place * len(node) // len(own) : (place + 1) * len(node) // len(own)])
+            else:
+                cores = [node[place % len(node)]]
+        cpus = tuple(sorted(cpu for core in cores for cpu in core))
+        shares.append(CoreShare(cpus=cpus, num_cores=len(cores), node=first))
+    return shares
 
 
 def gpu_driver(root: Path = Path("/")) -> str:

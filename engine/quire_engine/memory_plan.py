@@ -27,10 +27,13 @@ class PoolSize:
     max_model_len: int
 
 
-def cpu_pool_bytes(free: int, kv_memory: int | None) -> int:
-    """Bytes the pool may take on a CPU, where `free` are left beside the weights. Raises ConfigError."""
+def cpu_pool_bytes(free: int, kv_memory: int | None, replicas: int = 1) -> int:
+    """Bytes the pool may take on a CPU, where `free` are left beside the weights. Raises ConfigError.
+
+    `replicas`: engines with a pool of this size each; `kv_memory` is for this one.
+    """
     if kv_memory is None:
-        return min(int(free * CPU_POOL_SHARE), CPU_POOL_MAX)
+        return min(int(free * CPU_POOL_SHARE), CPU_POOL_MAX) // replicas
     return _checked_kv_memory(free, kv_memory)
 
 

@@ -138,6 +138,7 @@ class GenerationRequest:
     tenant: str = ""  # the tenant that its service is charged to
     weight: float = 1.0  # the tenant's weight under fair queueing: twice the weight, twice the service
     max_running: int = 0  # the tenant's quota of running sequences; 0: any number
+    service_elsewhere: float = 0.0  # the tenant's service by other replicas so far, as its front knows it
     service_class: ServiceClass = "interactive"
     deadline: float | None = None  # on the clock of arrival_time; unfinished then, it ends with an error
     beam: BeamParams | None = None  # beam search instead of sampling; outputs come at its end
@@ -259,12 +260,26 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixChanges:
+    """What became of a replica's cached prompt blocks since the frame before, for a router's index.
+
+    A block is named by the first 8 bytes of its hash; `block_hashes.short_name`.
+    """
+
+    number: int  # 1 for an engine's first frame, then one more for each: a gap means that frames were lost
+    registered: tuple[int, ...] = ()  # can be matched now
+    depths: tuple[int, ...] = ()  # of each of them: blocks before it in its prompt
+    forgotten: tuple[int, ...] = ()  # cannot be matched any more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
     """The outputs and statistics of one engine step. Also sent without outputs when an abort changed the statistics."""
 
     step_id: int
     outputs: tuple[TokenOutput, ...]
     stats: EngineStats
+    prefixes: PrefixChanges | None = None  # where a router asked for them and there were some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -276,6 +276,15 @@ class ShuttingDown(NotReady):
         super().__init__("The server is shutting down.", close=True)
 
 
+class ReplicaLost(NotReady):
+    """503: the replica that had the request is lost, and no other one could take it in time; it may be sent again."""
+
+    default_code = "replica_lost"
+
+    def __init__(self) -> None:
+        super().__init__("The replica with this request was lost, and no other one could go on with it in time.")
+
+
 class AbortedByOperator(ApiError):
     """503: the operator has ended the request; it is not to be sent again."""
 

@@ -17,11 +17,15 @@ from typing import Protocol, cast
 
 from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, CrashLoop, QuireError
+from quire_engine.machine import core_shares
 from quire_engine.memory_plan import plan_text
 from quire_engine.quality_store import quality_text
 from quire_server.checkpoint.locate import localized
 from quire_server.commands.showing import loading
+from quire_server.engine.engines import Engines
 from quire_server.engine.json_child import ask
+from quire_server.engine.replica_routing import Router
+from quire_server.engine.replicas import ReplicaSet, divided_config
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import Supervisor
 from quire_server.flags import CommandLine
@@ -79,36 +83,55 @@ def _of_file(error: OSError) -> str:
 
 def _show_plan(settings: Settings) -> int:
     """Print the memory plan without loading the model."""
-    (plan,) = ask("dry_run", settings.engine_config(), EnginePlan)
+    config = settings.engine_config()
+    if settings.replicas > 1:
+        config = divided_config(config, settings.replicas)
+    (plan,) = ask("dry_run", config, EnginePlan)
     print(plan_text(plan, quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)))
     return DONE
 
 
 async def _serve(settings: Settings, output: Output) -> int:
     """Start the engine process first: it takes longest, and the server's modules are imported meanwhile."""
-    policy = RestartPolicy(
-        max_restarts=settings.max_engine_restarts,
-        hang_seconds=settings.engine_hang_timeout,
-        spare_seconds=_SPARE_SECONDS if settings.spare_engine else None,
-    )
     with _signals() as stop:
-        supervisor = Supervisor(settings.engine_config(), policy, stderr=output.for_children)
-        starting = asyncio.create_task(supervisor.start())
+        engines = _engines(settings, output)
+        starting = asyncio.create_task(engines.start())
         in_text = settings.log_format == "text"
         showing = asyncio.create_task(
-            loading.show(lambda: supervisor.progress, starting, bar=in_text and loading.has_terminal())
+            loading.show(lambda: engines.progress, starting, bar=in_text and loading.has_terminal())
         )
         try:
             server = cast(Composition, await asyncio.to_thread(import_module, "quire_server.serving"))
             if stop.asked.done():
                 return DONE
-            drained = await server.serve(settings, supervisor, starting, stop)
+            drained = await server.serve(settings, engines, starting, stop)
             return DONE if drained else CRASH_LOOP
         finally:
             showing.cancel()
             starting.cancel()
             await asyncio.gather(starting, showing, return_exceptions=True)
-            await supervisor.stop()
+            await engines.stop()
+
+
+def _engines(settings: Settings, output: Output) -> Engines:
+    """One supervised engine, or several behind one port."""
+    policy = RestartPolicy(
+        max_restarts=settings.max_engine_restarts,
+        hang_seconds=settings.engine_hang_timeout,
+        absent_seconds=settings.replica_silence if settings.replicas > 1 else None,
+        spare_seconds=_SPARE_SECONDS if settings.spare_engine else None,
+    )
+    if settings.replicas == 1:
+        return Supervisor(settings.engine_config(), policy, stderr=output.for_children)
+    return ReplicaSet(
+        settings.engine_config(),
+        policy,
+        count=settings.replicas,
+        router=Router(settings.route_policy),
+        failover_seconds=settings.failover_wait,
+        shares=core_shares(settings.replicas),
+        stderr=output.for_children,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +169,6 @@ def _signals() -> Iterator[Stop]:
 class Composition(Protocol):
     """The interface of `quire_server.serving`, whose imports are slow and run while the engine starts."""
 
-    async def serve(
-        self, settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan], stop: Stop
-    ) -> bool:
+    async def serve(self, settings: Settings, engines: Engines, starting: asyncio.Task[EnginePlan], stop: Stop) -> bool:
         """Serve until a signal (True) or until the engine has failed for good (False)."""
         ...

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from quire_engine.config import EnginePlan
 from quire_engine.memory_plan import plan_text
 from quire_engine.quality_store import quality_text
-from quire_server.engine.supervisor import Supervisor
+from quire_server.engine.engines import Engines
 from quire_server.errors import BadRequest
 from quire_server.http import listener
 from quire_server.http.credentials import Credentials
@@ -49,17 +49,17 @@ _STDERR = 2
 log = logging.getLogger("quire")
 
 
-async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan], stop: Stop) -> bool:
+async def serve(settings: Settings, engines: Engines, starting: asyncio.Task[EnginePlan], stop: Stop) -> bool:
     """Serve until a signal (True) or until the engine has failed for good (False).
 
     Raises ConfigError and ModelLoadError.
     """
     credentials = Credentials(settings)
-    switch = AppSwitch(_while_starting(settings, supervisor, credentials))
+    switch = AppSwitch(_while_starting(settings, engines, credentials))
     with _reloads(credentials, stop):
         async with _listening(switch, settings, credentials) as (listening, listener_task):
             log.info("listening on %s; until the model is loaded requests get 503", listening.where)
-            building = asyncio.create_task(_build(settings, supervisor, starting, credentials))
+            building = asyncio.create_task(_build(settings, engines, starting, credentials))
             await _first(building, stop.asked, listener_task)
             if not building.done():
                 await _cancel(building)
@@ -76,11 +76,11 @@ async def serve(settings: Settings, supervisor: Supervisor, starting: asyncio.Ta
                 gc.freeze()
                 listener.announce(listening)
                 _greet(settings, state, listening)
-                await _first(stop.asked, supervisor.dead, listener_task)
-                await _wind_up(settings, state, supervisor, app.state.requests, stop)
+                await _first(stop.asked, engines.dead, listener_task)
+                await _wind_up(settings, state, engines, app.state.requests, stop)
             finally:
                 await _cancel(stats)
-    return not supervisor.dead.done()
+    return not engines.dead.done()
 
 
 @contextlib.asynccontextmanager
@@ -116,12 +116,12 @@ async def _listening(
             await _cancel(serving)
 
 
-def _while_starting(settings: Settings, supervisor: Supervisor, credentials: Credentials) -> ASGIApp:
+def _while_starting(settings: Settings, engines: Engines, credentials: Credentials) -> ASGIApp:
     """The application that reports the progress of the start."""
     began = time.monotonic()
 
     def progress() -> StartProgress:
-        current = supervisor.progress
+        current = engines.progress
         elapsed = time.monotonic() - began
         if current is None:
             return StartProgress(phase="starting", done=0, total=0, unit="", elapsed_seconds=elapsed)
@@ -140,11 +140,11 @@ def _while_starting(settings: Settings, supervisor: Supervisor, credentials: Cre
 
 
 async def _build(
-    settings: Settings, supervisor: Supervisor, starting: asyncio.Task[EnginePlan], credentials: Credentials
+    settings: Settings, engines: Engines, starting: asyncio.Task[EnginePlan], credentials: Credentials
 ) -> tuple[ServerState, FastAPI]:
     """Assemble the server's application; its imports take about a second."""
     create_app, build_state = await asyncio.to_thread(_application)
-    state = await build_state(settings, supervisor, starting, credentials)
+    state = await build_state(settings, engines, starting, credentials)
     return state, create_app(state)
 
 
@@ -156,7 +156,7 @@ def _application() -> Any:
 
 
 async def _wind_up(
-    settings: Settings, state: ServerState, supervisor: Supervisor, requests: OpenRequests, stop: Stop
+    settings: Settings, state: ServerState, engines: Engines, requests: OpenRequests, stop: Stop
 ) -> None:
     """Wait for accepted requests; after the drain timeout or a second signal, end them with an error."""
     state.draining = state.stopping = True
@@ -165,12 +165,12 @@ async def _wind_up(
     log.info("draining %d requests for up to %g s; Ctrl-C again to stop now", num_open, settings.drain_timeout)
     # Requests in preparation count as accepted, like requests in the engine.
     idle = asyncio.create_task(_idle(state, work))
-    await _first(idle, stop.insisted, supervisor.dead, seconds=settings.drain_timeout)
+    await _first(idle, stop.insisted, engines.dead, seconds=settings.drain_timeout)
     if not idle.done():
         log.warning("ending %d requests that have not finished", sum(1 for task in work if not task.done()))
     # Clients get their errors first: that needs no engine, and stopping the engine may take as long as a step.
     state.client.close()
-    stopping = asyncio.create_task(supervisor.stop())
+    stopping = asyncio.create_task(engines.stop())
     await _first(idle, seconds=LAST_WORDS_SECONDS)
     requests.refuse_unanswered()
     await _cancel(idle)

@@ -22,9 +22,10 @@ from quire_engine.quality_store import stored_quality
 from quire_engine.types import EnginePort
 from quire_server.engine.admission import QueueLimits, TenantGate, TtftGate
 from quire_server.engine.engine_client import EngineClient
+from quire_server.engine.engines import Engines
 from quire_server.engine.recovery import Quarantine
+from quire_server.engine.replicas import ReplicaSet, whole_plan
 from quire_server.engine.request_names import RequestNames
-from quire_server.engine.supervisor import EngineState, Supervisor
 from quire_server.engine.tenants import Tenant, Tenants
 from quire_server.errors import NotReady, ShuttingDown
 from quire_server.http.credentials import Credentials
@@ -80,6 +81,7 @@ class ServerState:
     tenants: Tenants = field(default_factory=Tenants)
     formats: ModelFormats = PLAIN  # the model's formats of reasoning and tool calls
     engine_trouble: Callable[[], str | None] = _engine_serves  # called at each probe: why the engine cannot serve now
+    replicas: ReplicaSet | None = None  # None: there is one engine
     inspect: Callable[[str, str], Awaitable[bytes]] = _nobody_to_ask  # `Supervisor.inspect`
     control: Callable[[str, str], Awaitable[bytes]] = _nobody_to_ask  # `Supervisor.control`
     # Seconds since the engine should have been killed and replaced; below 0 it is not overdue.
@@ -124,6 +126,11 @@ class ServerState:
         return self.client.plan.scheduler.max_model_len
 
     @property
+    def whole_plan(self) -> EnginePlan:
+        """The plan of all engines together: their pools, seats and threads."""
+        return whole_plan(self.client.plan, 1 if self.replicas is None else self.replicas.num_replicas)
+
+    @property
     def shows_tools(self) -> bool:
         """Whether the chat template renders tools; otherwise the prompt describes them in text."""
         return self.prompts is not None and self.prompts.shows_tools
@@ -156,7 +163,7 @@ def state_of(request: Request) -> ServerState:
 
 async def build_state(
     settings: Settings,
-    supervisor: Supervisor,
+    engines: Engines,
     starting: asyncio.Task[EnginePlan],
     credentials: Credentials | None = None,
 ) -> ServerState:
@@ -192,14 +199,27 @@ async def build_state(
         raise
     names = settings.model_names
     tenants = tenants_of(settings, credentials.known.tenants)  # which may have been read again since the start
-    metrics = _metrics(settings, plan, tenants, usage)
-    supervisor.on_restart = metrics.engine_restarted
+    metrics = _metrics(settings, whole_plan(plan, engines.num_replicas), tenants, usage)
+    replicas = engines if isinstance(engines, ReplicaSet) else None
+    engines.on_restart = metrics.engine_restarted
+    if replicas is not None:
+        engines.on_restart = metrics.replica_restarted
+        replicas.on_route, replicas.on_move = metrics.replicas.decided, metrics.replicas.moved
+        replicas.on_moved, metrics.replica_rows = metrics.replicas.move_seconds, replicas.rows
     return ServerState(
         settings=settings,
         credentials=credentials,
         tokenizer=tokenizer,
         prompts=prompts,
-        client=new_client(supervisor, settings, plan, metrics, supervisor.quarantine, tenants=tenants.all),
+        client=new_client(
+            engines,
+            settings,
+            plan,
+            metrics,
+            engines.quarantine,
+            tenants=tenants.all,
+            num_replicas=engines.num_replicas,
+        ),
         tenants=tenants,
         metrics=metrics,
         model_names=names,
@@ -207,11 +227,12 @@ async def build_state(
         defaults=defaults,
         pooling=pooling,
         scoring=scoring,
-        inspect=supervisor.inspect,
-        control=supervisor.control,
-        overdue_seconds=lambda: supervisor.stuck_seconds() - supervisor.hang_seconds,
-        load_ratio=supervisor.load_ratio,
-        engine_trouble=lambda: "engine stuck" if supervisor.is_stuck else _TROUBLE[supervisor.state],
+        replicas=replicas,
+        inspect=engines.inspect,
+        control=engines.control,
+        overdue_seconds=engines.overdue_seconds,
+        load_ratio=engines.load_ratio,
+        engine_trouble=engines.trouble,
     )
 
 
@@ -239,16 +260,19 @@ def new_client(
     quarantine: Quarantine | None = None,
     *,
     tenants: tuple[Tenant, ...] = (),
+    num_replicas: int = 1,
 ) -> EngineClient:
     """The engine client with admission control, limited by the settings."""
-    step_tokens = plan.scheduler.limits.max_num_batched_tokens
+    step_tokens = num_replicas * plan.scheduler.limits.max_num_batched_tokens
+    seats = num_replicas * plan.scheduler.limits.max_num_seqs
     return EngineClient(
         port,
         plan=plan,
         limits=QueueLimits(
-            max_sequences=plan.scheduler.limits.max_num_seqs + settings.max_num_queued_reqs,
+            max_sequences=seats + settings.max_num_queued_reqs,
             max_prompt_tokens=settings.max_num_queued_tokens,
         ),
+        seats=seats,
         metrics=metrics,
         tenants=TenantGate(tenants, metrics.tenants, time.monotonic()) if tenants else None,
         ttft=None if settings.slo_ttft is None else TtftGate(settings.slo_ttft, step_tokens=step_tokens),
@@ -277,11 +301,3 @@ def tenants_of(settings: Settings, entries: Iterable[TenantEntry]) -> Tenants:
         digest: Tenant(**entry.model_dump(exclude={"key_sha256"})) for entry in entries for digest in entry.key_sha256
     }
     return Tenants(by_digest, keys_are_tenants=not by_digest and settings.scheduling_policy == "wfq")
-
-
-_TROUBLE = {  # without STARTING: the routes are served only after that
-    EngineState.READY: None,
-    EngineState.RESTARTING: "engine restarting",
-    EngineState.STOPPED: "engine stopped",
-    EngineState.DEAD: "engine dead",
-}

@@ -26,12 +26,13 @@ POSTS_WITHOUT_BODY = (
     "/admin/drain",
     "/admin/reset-prefix-cache",
     "/admin/reload",
+    "/admin/replicas/{name}/drain",
 )
 GETS = (
     *("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"),
     *("/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/version", "/metrics"),
     *("/health", "/health/live", "/health/ready", "/health/deep", "/ping", "/load", "/admin/drain"),
-    *("/usage", "/admin/usage"),
+    *("/usage", "/admin/usage", "/admin/replicas"),
     *("/debug/steps", "/debug/requests", "/debug/requests/{request_id}"),
     *("/debug/kv", "/debug/kv/audit", "/debug/kv/{request_id}"),
 )

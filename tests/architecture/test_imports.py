@@ -41,7 +41,8 @@ ONLY_IN = {
 # for the files at the top of the package.
 FOLDERS = {
     "quire_engine.scheduling": {"*"},
-    "quire_engine.simulation": {"*", "scheduling"},
+    "quire_engine.routing": {"*"},
+    "quire_engine.simulation": {"*", "scheduling", "routing"},
     "quire_engine.execution": {"*"},
     "quire_engine.process": {"*"},
     "quire_engine.tools": {"*", "execution", "demo", "simulation"},
@@ -67,6 +68,12 @@ FOLDERS = {
     "quire_kernels.verify": {"*", "reference"},
 }
 SIMULATES = ("quire_server.commands", "quire_bench")  # commands that answer what would happen if
+ROUTES = (
+    "quire_server.engine",
+    "quire_server.settings",
+    "quire_server.commands",
+    "quire_bench",
+)  # over replicas, real or simulated
 # The files whose ids, counts and hashes only the allocator touches.
 BLOCKS = ("quire_engine.scheduling.block_pool", "quire_engine.scheduling.prefix_cache")
 TRUST = "quire_kernels.trusted_folder"  # standard library only; whoever keeps files between runs asks it
@@ -159,13 +166,18 @@ def test_block_ids_go_through_the_allocator():
 
 
 def test_the_server_sees_the_engines_contract_only():
-    """The files at the top of the engine's package, what ships with it, the frames for the supervisor; simulations."""
+    """The files at the top of the engine's package, what ships with it, the frames for the supervisor; simulations.
+
+    And the routing module, which a front serves with.
+    """
     for module in [*of("quire_server"), *of("quire_bench"), *of("quire")]:
         for name in imports(module):
             if within(name, ("quire_engine.process",)):
                 assert within(module, ("quire_server.engine",)), f"{module} speaks the engine's frames"
             elif within(name, ("quire_engine.simulation",)):
                 assert within(module, SIMULATES), f"{module} simulates"
+            elif within(name, ("quire_engine.routing",)):
+                assert within(module, ROUTES), f"{module} routes"
             elif within(name, ("quire_engine",)):
                 assert name.count(".") == 1, f"{module} imports {name}"
 

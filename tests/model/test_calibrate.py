@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from quire_engine.config import EngineConfig
+from quire_engine.cost_model import read_cost
 from quire_engine.demo import demo_model_path
 from quire_engine.limits import SchedulerLimits
-from quire_engine.simulation.cost_model import read_cost
 from quire_engine.simulation.setup import setup
 from quire_engine.simulation.simulator import simulate
 from quire_engine.simulation.traces import TraceRow

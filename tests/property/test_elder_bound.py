@@ -147,10 +147,22 @@ def held_or_released(scheduler: Scheduler, dice: random.Random, held: set[str], 
     return set()
 
 
-def worst_ratio(seed: int, *, with_elder: bool, holds: float = 0.0, seen: Counter[str] | None = None) -> float:
+def perhaps_resumed(dice: random.Random, wanted: GenerationRequest, chance: float) -> GenerationRequest:
+    """With tokens of an earlier engine."""
+    most = wanted.stop.max_new_tokens - 1
+    if most < 1 or not chance or dice.random() > chance:
+        return wanted
+    given = tuple((0,) * dice.randint(0, most) for _ in range(wanted.n))
+    return dataclasses.replace(wanted, resumed_token_ids=given, arrival_time=dice.random())
+
+
+def worst_ratio(
+    seed: int, *, with_elder: bool, holds: float = 0.0, resumed: float = 0.0, seen: Counter[str] | None = None
+) -> float:
     """Steps from submission, or release, to the end over the printed bound, the worst of one run, up to a breach.
 
     `holds`: how likely a request is held, or released, in a step; most often the elder, in the middle of its turn.
+    `resumed`: how likely a request comes with tokens.
     """
     dice = random.Random(seed)
     config = adversarial_config(dice)
@@ -171,7 +183,7 @@ def worst_ratio(seed: int, *, with_elder: bool, holds: float = 0.0, seen: Counte
     step, worst = 0, 0.0
     while arrivals or live:
         while arrivals and arrivals[0] <= step:
-            wanted = feasible_request(dice, config, len(arrivals))
+            wanted = perhaps_resumed(dice, feasible_request(dice, config, len(arrivals)), resumed)
             arrivals.pop(0)
             scheduler.add(wanted, float(step))
             live[wanted.request_id] = (step, scheduler.wait_bound(wanted.request_id))

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire_engine.simulation.cost_model import CostModel
+from quire_engine.cost_model import CostModel
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.simulator import Simulation
 from quire_engine.simulation.traces import TraceRow

@@ -126,9 +126,8 @@ def main(fd: int) -> None:
     plan = make_plan(start.model)
     if start.model == "picky":
         plan = replace(plan, cpu_variant=PICKED)
-    loop = EngineLoop(
-        Engine(Scheduler(plan.scheduler), InventingExecutor(start.model), check_invariants=True), connection, decoder
-    )
+    engine = Engine(Scheduler(plan.scheduler), InventingExecutor(start.model), check_invariants=True)
+    loop = EngineLoop(engine, connection, decoder, alive_seconds=start.alive_seconds)
     loop.send(plan)
     loop.run(early)
 

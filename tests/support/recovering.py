@@ -8,7 +8,7 @@ from quire_engine.types import (
     StopParams,
     TokenOutput,
 )
-from quire_server.engine.recovery import Recovery
+from quire_server.engine.recovery import JournalEntry, Recovery
 
 
 def request(request_id: str, n: int = 1) -> GenerationRequest:
@@ -25,7 +25,7 @@ def serving(*names: str) -> Recovery:
     """An engine that is ready and has these requests."""
     recovery = Recovery()
     for name in names:
-        recovery.admit(request(name))
+        recovery.admit(JournalEntry(request(name)))
     return recovery
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.table import Table
 
 from quire_bench.studies.published import Check
-from quire_engine.simulation.cost_model import read_cost
+from quire_engine.cost_model import read_cost
 from quire_engine.simulation.report import Distribution, Report, report
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.simulator import simulate

@@ -70,6 +70,7 @@ class CpuMemory:
 
     def __init__(self, asked: EngineConfig) -> None:
         self._kv_memory = asked.kv_memory
+        self._replicas = asked.replicas
         self.max_useful_seqs = asked.limits.max_num_seqs if asked.kv_memory is None else None
 
     def before_load(self, weights_bytes: int) -> int:
@@ -79,7 +80,7 @@ class CpuMemory:
                 f"the weights need {bytes_text(weights_bytes)} of memory and {bytes_text(available)} are available;"
                 " set dtype to bfloat16 or use a smaller model"
             )
-        return cpu_pool_bytes(available - weights_bytes, self._kv_memory)
+        return cpu_pool_bytes(available - weights_bytes, self._kv_memory, self._replicas)
 
     def positions(self, planned: PoolSize) -> int:
         return planned.max_model_len

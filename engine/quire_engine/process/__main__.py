@@ -66,9 +66,9 @@ def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
         _fail_start(connection, error)
     engine = Engine(built.scheduler, built.executor, grammars=built.grammars, check_invariants=start.check_invariants)
     loop = (
-        GarblingLoop(engine, connection, decoder, start.faults)
+        GarblingLoop(engine, connection, decoder, start.faults, alive_seconds=start.alive_seconds)
         if start.faults
-        else EngineLoop(engine, connection, decoder)
+        else EngineLoop(engine, connection, decoder, alive_seconds=start.alive_seconds)
     )
     # Imported and loaded objects stay alive: freeze them, so that collections during steps do not scan them.
     gc.collect()

@@ -32,8 +32,16 @@ def fail_start(faults: Iterable[Fault]) -> None:
 class GarblingLoop(EngineLoop):
     """Sends garbage in place of some steps' outputs."""
 
-    def __init__(self, engine: Engine, connection: socket, decoder: FrameDecoder, faults: Iterable[Fault]) -> None:
-        super().__init__(engine, connection, decoder)
+    def __init__(
+        self,
+        engine: Engine,
+        connection: socket,
+        decoder: FrameDecoder,
+        faults: Iterable[Fault],
+        *,
+        alive_seconds: float = 0.0,
+    ) -> None:
+        super().__init__(engine, connection, decoder, alive_seconds=alive_seconds)
         self._socket = connection
         self._garbled = {fault.nth for fault in faults if fault.point == "ipc.garbage"}
         self._outputs = 0

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -18,6 +20,7 @@ from quire_engine.engine import Engine
 from quire_engine.errors import ProtocolError, Unanswerable
 from quire_engine.process.transport import (
     Abort,
+    Alive,
     Control,
     Frame,
     FrameDecoder,
@@ -63,7 +66,10 @@ _RECEIVE_BYTES = 1 << 20
 class EngineLoop:
     """Runs an engine for the peer at the other end of a connected stream socket."""
 
-    def __init__(self, engine: Engine, connection: socket.socket, decoder: FrameDecoder) -> None:
+    def __init__(
+        self, engine: Engine, connection: socket.socket, decoder: FrameDecoder, *, alive_seconds: float = 0.0
+    ) -> None:
+        """`alive_seconds`: between two signs of life that come also during a step; 0: there are none."""
         self._engine = engine
         self._connection = connection
         self._decoder = decoder
@@ -71,12 +77,16 @@ class EngineLoop:
         self._poll.register(connection, select.POLLIN)
         self._stopping = False
         self._sent = time.monotonic()  # when the latest frame was sent
+        self._alive_seconds = alive_seconds
+        self._sending = threading.Lock()  # frames must not be cut by those of the other thread
         engine.on_step = self.send
 
     def run(self, early_frames: list[Frame]) -> None:
         """Run until the peer closes the socket or asks for a shutdown. `early_frames` arrived with the start frame."""
         for frame in early_frames:
             self._dispatch(frame)
+        if self._alive_seconds:
+            threading.Thread(target=self._tell_alive, name="alive", daemon=True).start()
         while not self._stopping:
             self.drain_inbox()
             if self._engine.has_work and not self._stopping:
@@ -88,10 +98,21 @@ class EngineLoop:
     def send(self, frame: Frame) -> None:
         """Send a frame. Blocks until the peer's buffer has room: the API process always reads."""
         self._sent = time.monotonic()
+        data = encode_frame(frame)
         try:
-            self._connection.sendall(encode_frame(frame))
+            with self._sending:
+                self._connection.sendall(data)
         except (BrokenPipeError, ConnectionResetError):
             self._stopping = True
+
+    def _tell_alive(self) -> None:
+        """Send signs of life until the connection ends. A step of a large model may be silent for minutes."""
+        data = encode_frame(Alive())
+        with suppress(OSError):
+            while not self._stopping:
+                with self._sending:
+                    self._connection.sendall(data)
+                time.sleep(self._alive_seconds)
 
     def drain_inbox(self) -> None:
         """Handle all frames that have arrived; wait for one when there is nothing to compute."""

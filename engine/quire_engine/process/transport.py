@@ -74,6 +74,11 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """The process runs, whatever its step does; sent by a thread of its own where it was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProgress:
     """Progress of the start; any number of these frames come before READY."""
 
@@ -106,6 +111,7 @@ Frame: TypeAlias = (
     | StepOutput
     | EngineHealth
     | Inspected
+    | Alive
 )
 
 
@@ -126,6 +132,7 @@ class Kind(IntEnum):
     HOLD = 13
     RELEASE = 14
     CONTROL = 16
+    ALIVE = 17
 
 
 _TYPES: dict[Kind, type] = {
@@ -143,6 +150,7 @@ _TYPES: dict[Kind, type] = {
     Kind.INSPECTED: Inspected,
     Kind.LOAD_PROGRESS: LoadProgress,
     Kind.CONTROL: Control,
+    Kind.ALIVE: Alive,
 }
 _KINDS: dict[type, Kind] = {payload: kind for kind, payload in _TYPES.items()}
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Frame]] = {

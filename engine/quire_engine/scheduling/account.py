@@ -35,6 +35,7 @@ class Account:
     of: Account | None = None  # the tenant's account; None: this is one
     weight: float = 1.0
     max_running: int = 0
+    elsewhere: float | None = None  # service by other replicas that is charged here; None: no request has told
     virtual: float = 0.0  # service over weight, raised after idleness
     begun_tokens: int = 0  # prompt tokens of entered requests that are not computed yet
     prompt_tokens: int = 0
@@ -90,9 +91,15 @@ class Account:
             account.virtual += OUTPUT_COST * num_tokens / account.weight
             account = account.of
 
-    def update(self, *, weight: float, max_running: int) -> None:
-        """Take weight and quota from the tenant's newest request."""
+    def update(self, *, weight: float, max_running: int, elsewhere: float) -> None:
+        """Take weight and quota from the tenant's newest request, and charge what other replicas gave since the last.
+
+        What they gave before the first is not charged: it is history, as for one who returns from idleness.
+        """
         self.weight, self.max_running = weight, max_running
+        if self.elsewhere is not None and elsewhere > self.elsewhere:
+            self.virtual += (elsewhere - self.elsewhere) / weight
+        self.elsewhere = elsewhere
 
     def lift(self, least: float) -> None:
         """The account's requests wait again: idle time gives no credit."""

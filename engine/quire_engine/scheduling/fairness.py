@@ -41,7 +41,8 @@ class Accounts:
         payer = self._by_tenant.get(request.tenant)
         if payer is None:
             payer = self._by_tenant[request.tenant] = Account(tenant=request.tenant)
-        payer.update(weight=request.weight, max_running=request.max_running)
+        elsewhere = request.service_elsewhere
+        payer.update(weight=request.weight, max_running=request.max_running, elsewhere=elsewhere)
         return payer.of_size(size_class(num_tokens)) if self._of_everyone else payer
 
     def begin_to_wait(self, group: Group, waiting: Iterable[Group]) -> None:

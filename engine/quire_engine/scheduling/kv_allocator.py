@@ -9,12 +9,13 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Set
 from itertools import chain, repeat
 
+from quire_engine.block_hashes import block_hash, root_hash
 from quire_engine.invariants import require
 from quire_engine.kv_groups import WHOLE, KVGroup
 from quire_engine.scheduling.block_pool import BlockPool
 from quire_engine.scheduling.blocks import NO_MATCH, NO_MOVES, Moves, PageTable, PrefixMatch
 from quire_engine.scheduling.cache_shares import Owner
-from quire_engine.scheduling.prefix_cache import GroupCaches, PrefixCache, Tails, block_hash, num_common, root_hash
+from quire_engine.scheduling.prefix_cache import NOT_TOLD, GroupCaches, PrefixCache, Tails, num_common
 from quire_engine.scheduling.sequence import Content, Promise, Sequence
 
 Copy = tuple[int, int]  # (source block, target block)
@@ -42,6 +43,7 @@ class KVAllocator:
         self._pool = BlockPool(num_blocks)
         self._caches = GroupCaches(groups, block_size)
         self._cache = self._caches.first  # whose contents name a block, where there is one group
+        self.prefixes = self._cache.told
         self.by_window = len(groups) > 1 or groups[0].window is not None
         self._tails = Tails(block_size, finds=not self.by_window)
         self._promises = Promises(block_size)
@@ -260,8 +262,7 @@ class KVAllocator:
 
     def take_released(self) -> tuple[int, ...]:
         """The ids of the sequences that were released since the last call."""
-        released = tuple(self._released)
-        self._released.clear()
+        released, self._released = tuple(self._released), []
         return released
 
     def is_writable(self, block: int) -> bool:
@@ -355,15 +356,16 @@ class KVAllocator:
         size, tokens = self.block_size, sequence.token_ids
         for index in range(sequence.kv.num_committed, full):
             content, is_new, is_merged = sequence.kv.block_hashes[index], False, False
+            depth = index if index * size < sequence.num_prompt_tokens else NOT_TOLD
             for table, cache in zip(reversed(sequence.kv.tables), reversed(self._caches.each), strict=True):
                 if index >= table.num_passed:  # the first group's answer counts, which has passed the fewest
                     block = table.block_ids[index]
-                    is_new = cache.register(content, block)
+                    is_new = cache.register(content, block, depth)
                     is_merged = not is_new and self._merge(table, cache, index, content)
-            if index * size >= sequence.num_prompt_tokens:
+            if depth == NOT_TOLD:
                 self.merged_share += _WEIGHT * (is_merged - self.merged_share)
             # Requests diverge inside prompts and hardly ever inside outputs, whose blocks would be many.
-            if is_new and index * size < sequence.num_prompt_tokens:
+            if is_new and depth != NOT_TOLD:
                 self._offer(block, self._parent(sequence, index), tokens[index * size : (index + 1) * size])
         sequence.kv.num_committed = full
 

@@ -10,8 +10,9 @@ One step, `Planner.plan`, assigns `max_num_batched_tokens` tokens:
  5. if sequences decode, `ItlTarget.prompt_tokens` limits the tokens left for prompts;
  6. `_serve_prefills`: the running groups' unfinished prompts get chunks of the size of `FixedChunk`, except those that
     `PromptTurns` defers;
- 7. `Admission.admit`: waiting groups enter in the queue policy's order, with their first chunk, while slots, budget and
-    blocks last; a blocked group is overtaken at most `max_bypasses` times; after a preemption no group enters;
+ 7. `Admission.admit`: waiting groups enter, resumed ones first, then in the queue policy's order, with their first
+    chunk, while slots, budget and blocks last; a blocked group is overtaken at most `max_bypasses` times; after a
+    preemption no group enters;
  8. `_assign_rest`: tokens that are still unassigned go to the prompts;
  9. `Assigner.assign`, in all of these: blocks are reserved before tokens are assigned; if blocks are short,
     `Preemptor` preempts the victim policy's choice, never the elder, or the group itself;
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Values
-from itertools import chain
+from itertools import chain, takewhile
 
 from quire_engine.invariants import InvariantViolation
 from quire_engine.limits import SchedulerLimits
@@ -273,9 +274,15 @@ class Admission:
         self._kv_blocked, self._kv_blocked_since = blocked, now
 
     def _by_class(self) -> Iterator[Group]:
-        """All waiting groups, class by class, each class in the queue policy's order."""
+        """All waiting groups, class by class: resumed ones at the head, then the others in the queue policy's order.
+
+        A resumed group has entered before, in an engine that is gone; no policy of entering holds it up again.
+        """
         for part in self._classes.parts(self._roster.waiting):
-            yield from self._queue.arrange(part, self.num_cached_tokens)
+            resumed = list(takewhile(lambda group: group.is_resumed, part))
+            others = part[len(resumed) :] if resumed else part
+            yield from resumed
+            yield from self._queue.arrange(others, self.num_cached_tokens)
 
     def _may_begin(self, group: Group, plan: StepPlan) -> bool:
         """Whether the group's own side (class and account) has begun fewer prompts than it may."""

@@ -55,19 +55,27 @@ class OrderPolicy(Protocol):
     A group's key never changes, so that a preempted group keeps its place.
     """
 
-    def key(self, group: Group) -> tuple[int, ...]: ...
+    def key(self, group: Group) -> tuple[float, ...]: ...
 
 
 class FirstComeFirstServed:
-    def key(self, group: Group) -> tuple[int, ...]:
-        return (group.arrival,)
+    """By submission; those that an earlier engine has begun come first, since their clients read already.
+
+    Of these the oldest request comes first: a second engine's streams may be submitted after younger ones of a first.
+    """
+
+    def key(self, group: Group) -> tuple[float, ...]:
+        return (0, group.request.arrival_time, group.arrival) if group.is_resumed else (1, group.arrival)
 
 
 class PriorityOrder:
-    """By (priority, arrival): lower priority numbers first, equal ones in order of submission."""
+    """By priority, lower numbers first, and equal ones as `FirstComeFirstServed`."""
 
-    def key(self, group: Group) -> tuple[int, ...]:
-        return (group.request.priority, group.arrival)
+    def __init__(self) -> None:
+        self._within = FirstComeFirstServed()
+
+    def key(self, group: Group) -> tuple[float, ...]:
+        return (group.request.priority, *self._within.key(group))
 
 
 class ByClass:
@@ -76,7 +84,7 @@ class ByClass:
     def __init__(self, within: OrderPolicy) -> None:
         self._within = within
 
-    def key(self, group: Group) -> tuple[int, ...]:
+    def key(self, group: Group) -> tuple[float, ...]:
         return (int(group.is_batch), *self._within.key(group))
 
 
@@ -89,7 +97,8 @@ Client = tuple[str, str]  # (tenant, "") or ("", cache salt)
 class QueuePolicy(Protocol):
     """The order of admission: yields every waiting group once.
 
-    Called in every step with the queue in the order of `OrderPolicy`. The elder rule bounds the wait of the last ones.
+    Called in every step with the queue in the order of `OrderPolicy`, without the resumed groups at its head, which
+    enter first. The elder rule bounds the wait of the last ones.
     """
 
     def arrange(self, waiting: list[Group], num_cached_tokens: Callable[[Group], int]) -> Iterable[Group]: ...

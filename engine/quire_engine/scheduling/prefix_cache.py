@@ -5,13 +5,89 @@ A hash covers the block's tokens, all tokens before them and the cache salt.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Iterable, Iterator
-from hashlib import sha256
+from itertools import islice
 
+from quire_engine.block_hashes import MOST_ROUTED, short_name
 from quire_engine.invariants import require
 from quire_engine.kv_groups import KVGroup
 from quire_engine.scheduling.blocks import PASSED
+from quire_engine.types import PrefixChanges
+
+NOT_TOLD = -1  # in place of a block's depth: routers are not told of it
+_MOST_TOLD = 4096  # blocks in one frame
+_MOST_IN_SNAPSHOT = 16_384  # blocks, the shallowest: a router keeps no more
+
+
+class ToldPrefixes:
+    """The prompt blocks that a router is told of: those that can be matched, as far as it was told, and what is new.
+
+    Off until a router asks. A block that comes and goes between two frames is not told at all. Every router is told
+    the same, so that any of them may ask for a snapshot.
+    """
+
+    __slots__ = ("_changes", "_number", "_told", "is_on")
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._told: dict[int, int] = {}  # depth by name: what routers believe
+        self._changes: dict[int, int] = {}  # by name, in order: its depth, or NOT_TOLD where it is forgotten
+        self._number = 0
+
+    def register(self, content: bytes, depth: int) -> None:
+        """A block can be matched; `depth`: blocks before it in its prompt."""
+        if not 0 <= depth < MOST_ROUTED:
+            return
+        name = short_name(content)
+        if name in self._told:
+            self._changes.pop(name, None)
+        else:
+            self._changes[name] = depth
+
+    def forget(self, content: bytes) -> None:
+        """It cannot be matched any more."""
+        self._forget(short_name(content))
+
+    def keep_only(self, contents: Iterable[bytes]) -> None:
+        """No others can be matched any more."""
+        kept = set(map(short_name, contents))
+        for name in [name for name in (*self._told, *self._changes) if name not in kept]:
+            self._forget(name)
+
+    def take(self) -> PrefixChanges | None:
+        """The next frame, of 4,096 blocks at most; None where nothing has changed."""
+        if not self._changes:
+            return None
+        self._number += 1
+        changes = dict(islice(self._changes.items(), _MOST_TOLD))
+        for name in changes:
+            del self._changes[name]
+        registered = {name: depth for name, depth in changes.items() if depth != NOT_TOLD}
+        forgotten = tuple([name for name, depth in changes.items() if depth == NOT_TOLD])
+        self._told |= registered
+        for name in forgotten:
+            del self._told[name]
+        return PrefixChanges(
+            number=self._number,
+            registered=tuple(registered),
+            depths=tuple(registered.values()),
+            forgotten=forgotten,
+        )
+
+    def snapshot(self) -> PrefixChanges:
+        """All that routers were told until the last frame, which it has the number of; of many the shallowest."""
+        told = sorted(self._told.items(), key=lambda item: item[1])[:_MOST_IN_SNAPSHOT]
+        return PrefixChanges(
+            number=self._number,
+            registered=tuple([name for name, _ in told]),
+            depths=tuple([depth for _, depth in told]),
+        )
+
+    def _forget(self, name: int) -> None:
+        if name in self._told:
+            self._changes[name] = NOT_TOLD
+        else:
+            self._changes.pop(name, None)
 
 
 class PrefixCache:
@@ -20,9 +96,10 @@ class PrefixCache:
     A block can be matched until it is forgotten.
     """
 
-    __slots__ = ("_block_of", "_hash_of")
+    __slots__ = ("_block_of", "_hash_of", "told")
 
     def __init__(self) -> None:
+        self.told = ToldPrefixes()
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
@@ -51,13 +128,15 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
-    def register(self, content: bytes, block: int) -> bool:
+    def register(self, content: bytes, block: int, depth: int = NOT_TOLD) -> bool:
         """Make a finished block matchable; False if another block already holds the same content."""
         if content in self._block_of:
             return False
         require(block not in self._hash_of, f"block {block} is registered twice")
         self._block_of[content] = block
         self._hash_of[block] = content
+        if self.told.is_on:
+            self.told.register(content, depth)
         return True
 
     def forget(self, block: int) -> bytes | None:
@@ -65,12 +144,16 @@ class PrefixCache:
         content = self._hash_of.pop(block, None)
         if content is not None:
             del self._block_of[content]
+            if self.told.is_on:
+                self.told.forget(content)
         return content
 
     def keep_only(self, contents: Collection[bytes]) -> None:
         """Remove every content except these."""
         self._block_of = {content: block for content, block in self._block_of.items() if content in contents}
         self._hash_of = {block: content for content, block in self._block_of.items()}
+        if self.told.is_on:
+            self.told.keep_only(self._block_of)
 
     def check(self) -> None:
         """Raise InvariantViolation unless both maps mirror each other."""
@@ -133,16 +216,6 @@ class GroupCaches:
         """For each group the first of `count` blocks that rows behind them see."""
         for group, cache in zip(self._groups, self.each, strict=True):
             yield group.first_seen(count * self._block_size) // self._block_size, cache
-
-
-def root_hash(salt: str) -> bytes:
-    """The parent of every first block: requests with different salts share no hash."""
-    return sha256(b"quire prefix root\0" + salt.encode("utf-8", "surrogatepass")).digest()
-
-
-def block_hash(parent: bytes, token_ids: list[int]) -> bytes:
-    """The hash of one full block of tokens after the chain that `parent` names."""
-    return sha256(parent + array("q", token_ids).tobytes()).digest()
 
 
 Beginning = tuple[bytes, tuple[int, ...]]  # the hash of all blocks before it, the first `least` tokens in it

@@ -31,7 +31,14 @@ from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.speculation import Speculate
 from quire_engine.scheduling.swapping import allocator_for
-from quire_engine.types import NON_FINITE, EngineStats, FinishReason, GenerationRequest, TokenOutput
+from quire_engine.types import (
+    NON_FINITE,
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    PrefixChanges,
+    TokenOutput,
+)
 
 MAX_STARVED = 3  # preemptions of one request for lack of device memory, before it fails
 
@@ -188,6 +195,10 @@ class Scheduler:
     def answer(self, question: str, arguments: Arguments) -> object:
         """A plain value that describes this moment; `Inspection` has the questions. Raises Unanswerable."""
         return self._inspection.answer(question, arguments)
+
+    def take_prefixes(self) -> PrefixChanges | None:
+        """What became of cached prompt blocks since the last call; None where no router is told, or nothing changed."""
+        return self._kv.prefixes.take()
 
     def wait_bound(self, request_id: str) -> int:
         """Steps from submission, or release, within which the live request ends. Raises KeyError if it is not live."""

@@ -23,15 +23,14 @@ def allocator_for(config: SchedulerConfig, stored: Iterable[bytes] = ()) -> tupl
     """
     limits = config.limits
     if config.num_host_blocks == 0:
-        return (
-            KVAllocator(
-                num_blocks=config.num_blocks,
-                block_size=limits.block_size,
-                enable_prefix_caching=limits.enable_prefix_caching,
-                groups=config.kv_groups,
-            ),
-            None,
+        plain = KVAllocator(
+            num_blocks=config.num_blocks,
+            block_size=limits.block_size,
+            enable_prefix_caching=limits.enable_prefix_caching,
+            groups=config.kv_groups,
         )
+        plain.prefixes.is_on = config.tells_prefixes
+        return plain, None
     cost = SwapCost(config.swap_seconds)
     kv = SwappingAllocator(
         num_blocks=config.num_blocks,
@@ -41,6 +40,7 @@ def allocator_for(config: SchedulerConfig, stored: Iterable[bytes] = ()) -> tupl
         cost=cost,
         stored=stored,
     )
+    kv.prefixes.is_on = config.tells_prefixes
     return kv, Swapping(kv, cost)
 
 
@@ -163,9 +163,9 @@ class SwappingAllocator(KVAllocator):
         self.host.claim(keys, sequence.kv.owner)  # otherwise the following evictions could displace them
         self.host.hold(keys)
         super().seat(sequence, match)
-        for key, block in zip(keys, sequence.kv.table.block_ids[first:], strict=False):
+        for depth, (key, block) in enumerate(zip(keys, sequence.kv.table.block_ids[first:], strict=False), first):
             self.host.bring(key, block)
-            self._cache.register(key, block)
+            self._cache.register(key, block, depth)
         # A tail is copied in the step that is being planned, so it counts when that step's result is applied.
         sequence.kv.num_committed = first + len(keys)
         sequence.kv.num_certain = sequence.kv.num_settled = sequence.kv.num_committed * self.block_size

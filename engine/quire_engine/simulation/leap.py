@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from quire_engine.cost_model import CostModel
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.sequence import Sequence
-from quire_engine.simulation.cost_model import CostModel
 
 _SIMPLE = ("fcfs", "priority", "wfq")  # policies that count no tokens, or each by itself
 _FEWEST = 2

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
+from quire_engine.cost_model import UNIT_STEPS, CostModel
 from quire_engine.errors import ConfigError
 from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerConfig, SchedulerLimits, first_claim
-from quire_engine.simulation.cost_model import UNIT_STEPS, CostModel
 
 _POOL_NAMES = ("num_blocks", "max_model_len", "plans_ahead", "windows")
 _QUEUE_NAMES = ("max_num_queued_reqs", "max_num_queued_tokens")

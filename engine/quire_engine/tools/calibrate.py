@@ -20,8 +20,8 @@ from typing import Any
 from quire_engine.batch import Batch, StepResult
 from quire_engine.build import build
 from quire_engine.config import EngineConfig, EnginePlan, engine_config
+from quire_engine.cost_model import step_sizes
 from quire_engine.engine import Engine, StepExecutor
-from quire_engine.simulation.cost_model import step_sizes
 from quire_engine.simulation.fitting import Sample, fit
 from quire_engine.tools.json_child import converse
 from quire_engine.tools.verify.machine_facts import machine_facts

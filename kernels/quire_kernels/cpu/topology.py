@@ -1,4 +1,4 @@
-"""Groups the hardware threads of this machine by core.
+"""Groups the hardware threads of this machine by core and by memory node.
 
 Two threads of a core share its multiply-add units, its tile unit and its caches: a second worker there adds next to
 nothing and slows the first one down. Promises: where the system does not tell, every thread counts as a core.
@@ -7,10 +7,12 @@ nothing and slows the first one down. Promises: where the system does not tell, 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
 _SYSTEM = Path("/sys/devices/system/cpu")
+_NODES = Path("/sys/devices/system/node")
 _LISTS = ("core_cpus_list", "thread_siblings_list")  # the second is the name before Linux 5.2
 
 
@@ -30,6 +32,18 @@ def spread(cpus: Iterable[int], root: Path = _SYSTEM) -> list[int]:
     """`cpus` in the order for workers: the first thread of every core, then the second ones."""
     rounds = zip_longest(*by_core(cpus, root))
     return [cpu for each in rounds for cpu in each if cpu is not None]
+
+
+def by_node(cpus: Iterable[int], root: Path = _NODES) -> list[list[int]]:
+    """`cpus` in order, grouped by memory node; one group where the system does not tell. `root`: its description."""
+    left = set(cpus)
+    nodes = []
+    for folder in sorted(root.glob("node[0-9]*"), key=lambda folder: int(folder.name.removeprefix("node"))):
+        with suppress(OSError, ValueError):
+            own = left & _numbers((folder / "cpulist").read_text())
+            left -= own
+            nodes.append(sorted(own))
+    return [node for node in (*nodes, sorted(left)) if node]
 
 
 def _siblings(cpu: int, root: Path) -> set[int]:

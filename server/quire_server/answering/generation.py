@@ -20,6 +20,7 @@ from quire_server.errors import (
     BadRequest,
     DeadlineExceeded,
     EngineFailed,
+    ReplicaLost,
     ShuttingDown,
 )
 from quire_server.metrics.metrics import Metrics
@@ -36,6 +37,8 @@ def error_of(output: TokenOutput) -> ApiError:
             return AbortedByOperator()
         case ShuttingDown.default_code:
             return ShuttingDown()
+        case ReplicaLost.default_code:
+            return ReplicaLost()
     error = output.error or "The engine failed."
     if error.startswith(OF_THE_REQUEST):
         return BadRequest(f"With what this request asks for, {error}.")
@@ -127,7 +130,7 @@ class Generation:
                 if self.finished:
                     return
             raise EngineFailed("The engine ended the request early.")
-        except (EngineFailed, BadRequest):
+        except (EngineFailed, ReplicaLost, BadRequest):
             failed = True
             raise
         finally:

@@ -17,8 +17,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from quire_engine.cost_model import cost_model
 from quire_engine.errors import ConfigError, QuireError
-from quire_engine.simulation.cost_model import cost_model
 from quire_engine.simulation.fitting import LARGEST_ERROR, FitError
 from quire_server.checkpoint.locate import localized
 from quire_server.commands.showing.terminal import (

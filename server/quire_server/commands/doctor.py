@@ -18,8 +18,8 @@ from urllib.request import Request, urlopen
 from rich.console import Console
 from rich.table import Table
 
+from quire_engine.cost_model import read_cost
 from quire_engine.errors import ConfigError
-from quire_engine.simulation.cost_model import read_cost
 from quire_engine.simulation.slo import parse_slo
 from quire_server.commands.diagnosis.causes import Diagnosis, diagnose
 from quire_server.commands.diagnosis.scrapes import Scrape, Window, read_scrape

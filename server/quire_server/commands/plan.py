@@ -17,9 +17,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from quire_engine.cost_model import read_cost
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ConfigError, ModelLoadError
-from quire_engine.simulation.cost_model import read_cost
 from quire_engine.simulation.fitting import FitError
 from quire_engine.simulation.search import Search, default_grid
 from quire_engine.simulation.setup import parse_settings, setup

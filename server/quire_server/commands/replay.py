@@ -13,8 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from quire_engine.cost_model import read_cost
 from quire_engine.errors import ConfigError
-from quire_engine.simulation.cost_model import read_cost
 from quire_engine.simulation.counterfactual import (
     BASE_TOLERANCE,
     BaseFigure,

@@ -17,8 +17,8 @@ from typing import NoReturn, TypeVar
 
 from rich.console import Console
 
+from quire_engine.cost_model import read_cost
 from quire_engine.errors import ConfigError
-from quire_engine.simulation.cost_model import read_cost
 from quire_engine.simulation.lengths import exercise_setup, rows_of
 from quire_engine.simulation.outcome import Outcome
 from quire_engine.simulation.plotting import svg, terminal

@@ -127,12 +127,15 @@ class EngineClient:
         *,
         plan: EnginePlan,
         limits: QueueLimits,
+        seats: int | None = None,
         metrics: Metrics,
         tenants: TenantGate | None = None,
         ttft: TtftGate | None = None,
         quarantine: Quarantine | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`seats`: sequences that all engines compute at once; None: there is one engine, with its plan's."""
+        self._num_seats = plan.scheduler.limits.max_num_seqs if seats is None else seats
         self._tenants = tenants
         self._ttft = ttft
         self._quarantine = Quarantine() if quarantine is None else quarantine
@@ -148,7 +151,7 @@ class EngineClient:
         self._num_held = 0  # sequences of held requests
         self._prompt_tokens = 0
         self._clock = clock
-        self._seats = SeatMeter(plan.scheduler.limits.max_num_seqs)
+        self._seats = SeatMeter(self._num_seats)
         self._retry_line = RetryLine()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -260,7 +263,7 @@ class EngineClient:
         requests that came `lately` count.
         """
         taken = self._sequences - self._num_held
-        soon = underway if taken >= self.plan.scheduler.limits.max_num_seqs else lately
+        soon = underway if taken >= self._num_seats else lately
         is_full = not self._closed and taken + max(0, soon - _FEW) >= self._limits.max_sequences
         return self._refusal("max_num_queued_reqs", 1) if is_full else None
 
@@ -338,6 +341,6 @@ class EngineClient:
     def _refusal(self, reason: str, sequences: int) -> QueueFull:
         self._metrics.reject(reason)
         now = self._clock()
-        waiting = max(self._sequences - self._num_held - self.plan.scheduler.limits.max_num_seqs, 0)
+        waiting = max(self._sequences - self._num_held - self._num_seats, 0)
         wait = self._retry_line.wait(now, sequences=sequences, waiting=waiting, rate=self._seats.rate(now))
         return QueueFull("the server is at capacity: its queue is full", retry_after_seconds=wait)

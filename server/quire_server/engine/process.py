@@ -1,7 +1,7 @@
-"""One engine process from its start to its end, and the server's end of its socket.
+"""One engine as a child process, from its launch to its end.
 
-Owns the child process and its state; every start makes a new object. Promises: frames in order, a hang ends in a kill,
-and no child process is left behind. Must not know: requests.
+Owns the child process and its state; every start makes a new object. Promises: a hang ends in a kill, and no child
+process is left behind. Must not know: requests.
 """
 
 from __future__ import annotations
@@ -9,33 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
-from os import getpid
-from typing import Any, cast
+from typing import Any
 
 from quire_engine.config import EngineConfig, EnginePlan
-from quire_engine.errors import ConfigError, EngineDead, ModelLoadError, ProtocolError, QuireError, Unanswerable
+from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
 from quire_engine.machine import PARENTS_SIGNALS, is_stopped, work_done
-from quire_engine.process.transport import (
-    Control,
-    Frame,
-    FrameDecoder,
-    Inspect,
-    Inspected,
-    LoadProgress,
-    StartFailed,
-    encode_frame,
-)
-from quire_engine.types import EngineHealth, StepOutput
+from quire_engine.types import StepOutput
+from quire_server.engine.connection import EngineConnection
 
 log = logging.getLogger("quire.supervisor")
 
-MOST_QUESTIONS = 32  # unanswered questions at once
 _SOCKET_BUFFER_BYTES = 4 << 20
 _WATCH_SECONDS = 0.5
 _STOPPED_SECONDS = 5.0  # of silence, after which a stopped process is killed
@@ -45,11 +34,7 @@ _REAP_SECONDS = 0.005
 _SECONDS_FOR_STACKS = 0.5  # between the signal that prints the stacks and the kill
 
 
-class TooManyQuestions(QuireError):
-    """Too many questions at once: the engine answers them one after the other, between its steps."""
-
-
-class EngineProcess(asyncio.Protocol):
+class EngineProcess(EngineConnection):
     """A child process, launched when the object is made; `start` tells it which model to load."""
 
     def __init__(
@@ -59,39 +44,31 @@ class EngineProcess(asyncio.Protocol):
         *,
         stderr: int | None = None,
         memory_fd: int | None = None,
+        cpus: Sequence[int] = (),
     ) -> None:
         """Launch `program FD PARENT_PID [MEMORY_FD]`. Raises EngineDead where that is not possible.
 
         `stderr`: the child's descriptor for it; None: the server's own, where a slow reader makes the engine wait.
         `memory_fd`: a memory file for packed weights, empty or filled by the process before.
+        `cpus`: hardware threads that it runs on; empty: the server's own.
         """
-        self.progressed = False  # whether a step has brought outputs
-        self.progress: LoadProgress | None = None  # the latest progress of its start
-        self.progressed_at = time.monotonic()  # when that came; before it, the time of the launch or start
-        self._on_step = on_step
-        self._decoder = FrameDecoder()
-        self._transport: asyncio.Transport | None = None
-        loop = asyncio.get_running_loop()
-        self._answer: asyncio.Future[EnginePlan | StartFailed | None] = (
-            loop.create_future()
-        )  # the reply to START; None: the process ended
-        self._lost: asyncio.Future[None] = loop.create_future()
-        self._asked: dict[int, asyncio.Future[Inspected]] = {}
-        self._tokens = count()
-        self._latest: StepOutput | EngineHealth = EngineHealth(alive=True, step_id=0, has_work=False)
-        self._heard = time.monotonic()
+        super().__init__(on_step)
+        self.was_absent = False  # whether it was given up because no sign of life came
         self._killed_by_us = False
         try:
             self._child, self._socket = _launch(program, stderr, memory_fd)
         except OSError as error:
             raise EngineDead(f"the engine process could not be launched: {error}") from error
+        if cpus and hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(OSError):  # it has ended, or a container forbids it: then the system chooses
+                os.sched_setaffinity(self._child.pid, cpus)
 
     async def start(self, config: EngineConfig, stall_seconds: float = 60.0) -> EnginePlan:
         """Build the engine. Raises ConfigError or ModelLoadError as the engine does, EngineDead if the process ends.
 
         A start without progress for `stall_seconds` is killed.
         """
-        self.progressed_at = self._heard = time.monotonic()  # a spare process was launched long before
+        self.progressed_at = self._heard = self._seen = time.monotonic()  # a spare process was launched long before
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
             self.send(config)
@@ -118,18 +95,6 @@ class EngineProcess(asyncio.Protocol):
         return self._child.poll() is None
 
     @property
-    def connected(self) -> bool:
-        """Whether frames can be sent."""
-        return self._transport is not None and not self._transport.is_closing()
-
-    @property
-    def health(self) -> EngineHealth:
-        """The engine's health at its last step or heartbeat."""
-        if isinstance(self._latest, EngineHealth):
-            return self._latest
-        return EngineHealth(alive=True, step_id=self._latest.step_id, has_work=True)
-
-    @property
     def ending(self) -> str:
         """How the process ended, once it is reaped."""
         code = self._child.returncode
@@ -140,35 +105,17 @@ class EngineProcess(asyncio.Protocol):
         """Whether a SIGKILL of others ended it: an operator's or the OOM killer's."""
         return self._child.returncode == -signal.SIGKILL and not self._killed_by_us
 
-    def send(self, frame: Frame) -> None:
-        """Send a frame; does nothing once the connection is lost."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encode_frame(frame))
+    async def wait_for_end(self, hang_seconds: Callable[[], float], absent_seconds: float | None = None) -> None:
+        """Wait until the socket closes; kill the process after a silence of `hang_seconds()`.
 
-    async def ask(self, kind: type[Inspect | Control], what: str, argument: str) -> bytes:
-        """The engine's answer, JSON. Raises Unanswerable with the engine's text, TooManyQuestions, EngineDead."""
-        if len(self._asked) >= MOST_QUESTIONS:
-            raise TooManyQuestions(f"{MOST_QUESTIONS} questions are not answered yet")
-        token = next(self._tokens)
-        asked: asyncio.Future[Inspected] = asyncio.get_running_loop().create_future()
-        self._asked[token] = asked
-        try:
-            self.send(kind(token=token, what=what, argument=argument))
-            answer = await asked
-        finally:
-            del self._asked[token]
-        if answer.error:
-            raise Unanswerable(answer.error)
-        return answer.body
-
-    @property
-    def silence(self) -> float:
-        """Seconds since the last frame; an engine sends one per step, and one per second while idle."""
-        return time.monotonic() - self._heard
-
-    async def wait_for_end(self, hang_seconds: Callable[[], float]) -> None:
-        """Wait until the socket closes; kill the process after a silence of `hang_seconds()`."""
+        `absent_seconds`: without any sign of life that mean that it is lost, for processes that send them.
+        """
         while not await self._ends_or_waits(self._lost):
+            if absent_seconds is not None and self.absence >= absent_seconds:
+                log.error("no sign of life from the engine process for %.1f s: it is given up", self.absence)
+                self.was_absent = True
+                self._kill()
+                return
             limit = hang_seconds()
             stopped = self.silence >= min(limit, _STOPPED_SECONDS) and is_stopped(self._child.pid)
             if stopped or self.silence >= limit:
@@ -235,45 +182,6 @@ class EngineProcess(asyncio.Protocol):
         self._killed_by_us = True
         self._child.kill()
 
-    # ---------------------------------------------------------------- asyncio.Protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's has the methods, not the base class
-
-    def data_received(self, data: bytes) -> None:
-        self._heard = time.monotonic()
-        try:
-            for frame in self._decoder.feed(data):
-                match frame:
-                    case StepOutput():
-                        self._latest = frame
-                        self.progressed = self.progressed or bool(frame.outputs)
-                        self._on_step(frame)
-                    case EngineHealth():
-                        self._latest = frame
-                    case LoadProgress():
-                        self.progress, self.progressed_at = frame, self._heard
-                    case Inspected():
-                        asked = self._asked.get(frame.token)
-                        if asked is not None and not asked.done():  # otherwise the caller has stopped waiting
-                            asked.set_result(frame)
-                    case EnginePlan() | StartFailed() if not self._answer.done():
-                        self._answer.set_result(frame)
-                    case _:
-                        raise ProtocolError(f"an unexpected {type(frame).__name__} frame from the engine")
-        except ProtocolError:
-            log.exception("the engine sent bytes that are not a frame; restarting it")
-            if self._transport is not None:
-                self._transport.abort()
-
-    def connection_lost(self, _exc: Exception | None) -> None:
-        if not self._answer.done():
-            self._answer.set_result(None)
-        for asked in self._asked.values():
-            if not asked.done():
-                asked.set_exception(EngineDead("the engine process ended while it was asked"))
-        self._lost.set_result(None)
-
 
 def _launch(
     program: Sequence[str], stderr: int | None, memory_fd: int | None
@@ -285,7 +193,7 @@ def _launch(
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
             ours.setblocking(False)
             memory = () if memory_fd is None else (memory_fd,)
-            command = [*program, *map(str, (theirs.fileno(), getpid(), *memory))]
+            command = [*program, *map(str, (theirs.fileno(), os.getpid(), *memory))]
             handed_on = (theirs.fileno(), *memory)
             # Popen, not asyncio's: only this object reaps the child, and spawning takes about a millisecond.
             # A group of its own, which a Ctrl-C in the terminal does not reach. A signal to all processes of a service,

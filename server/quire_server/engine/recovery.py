@@ -56,15 +56,25 @@ class Recovery:
         """Whether new requests must wait, for the probe or for suspects."""
         return self._proving or self._probation is not None or bool(self.waiting)
 
-    def admit(self, request: GenerationRequest) -> None:
+    def __contains__(self, request_id: str) -> bool:
+        """Whether the request is live."""
+        return request_id in self._journal
+
+    def suspects(self, request_id: str) -> bool:
+        """Whether the request is live and under suspicion."""
+        entry = self._journal.get(request_id)
+        return entry is not None and entry.is_suspected
+
+    def admit(self, entry: JournalEntry) -> None:
         """Record a request that is sent to the engine at once."""
-        self._journal[request.request_id] = entry = JournalEntry(request)
+        self._journal[entry.request.request_id] = entry
         entry.in_flight = True
 
-    def enqueue(self, request: GenerationRequest) -> None:
+    def enqueue(self, entry: JournalEntry) -> None:
         """Record a request that cannot be sent to an engine yet."""
-        self._journal[request.request_id] = JournalEntry(request)
-        self.waiting.append(request.request_id)
+        self._journal[entry.request.request_id] = entry
+        if not entry.held:
+            self.waiting.append(entry.request.request_id)
 
     def prove(self) -> GenerationRequest:
         """The probe, which a new engine must answer before it gets anything else."""
@@ -78,7 +88,7 @@ class Recovery:
             entry = self._journal.get(request_id)
             if entry is None or entry.in_flight or entry.held:
                 continue  # aborted while it waited, or held
-            if entry.strikes > 0 and entry.is_suspect:
+            if entry.is_suspected:
                 self._probation = request_id
                 self._outputs_left = _LONGER ** max(0, len(entry.crashes) - 1)
             entry.in_flight = True
@@ -109,11 +119,24 @@ class Recovery:
 
     def forget(self, request_id: str) -> bool:
         """Drop a request that its client has aborted. True: the engine has it and needs an abort."""
+        entry = self.take(request_id)
+        return entry is not None and entry.in_flight
+
+    def take(self, request_id: str) -> JournalEntry | None:
+        """Drop a live request and return it; the engine may have it."""
         entry = self._journal.pop(request_id, None)
         if request_id == self._probation:
             self._probation = None
             self._suspect_left = True
-        return entry is not None and entry.in_flight
+        return entry
+
+    def surrender(self, *, suspects: bool) -> list[JournalEntry]:
+        """Drop the requests that no engine has, for another engine to go on with; `suspects`: those under suspicion
+        too. Returns them in the order of arrival.
+        """
+        taken = self.drop(lambda entry: suspects or not entry.is_suspected)
+        self.waiting = deque(name for name in self.waiting if name in self._journal)
+        return taken
 
     def hold(self, request_id: str) -> bool:
         """Suspend a request. True: the engine has it and needs a hold."""
@@ -148,7 +171,7 @@ class Recovery:
         guilty = []
         for entry in held:
             entry.in_flight = False
-            was_suspect = entry.is_suspect and entry.strikes > 0  # it was on probation
+            was_suspect = entry.is_suspected  # it was on probation
             entry.strikes += 1
             entry.is_suspect = not killed or entry.strikes > 1
             if not killed:
@@ -206,6 +229,11 @@ class JournalEntry:
         self.finished = set()
 
     @property
+    def is_suspected(self) -> bool:
+        """Whether it may have caused the latest crash and has had no output since."""
+        return self.is_suspect and self.strikes > 0
+
+    @property
     def has_tokens(self) -> bool:
         """Whether any output was delivered."""
         return any(self.tokens) or bool(self.finished)
@@ -221,6 +249,8 @@ class JournalEntry:
 
     def resumed_request(self) -> GenerationRequest:
         """The request as a new engine must get it to continue with the next undelivered token."""
+        if not (self.has_tokens or self.prompt_scored):
+            return self.request
         sampling = self.request.sampling
         if self.prompt_scored and sampling.num_prompt_logprobs is not None:
             sampling = replace(sampling, num_prompt_logprobs=None)
@@ -231,11 +261,16 @@ class JournalEntry:
             finished_choices=tuple(sorted(self.finished)),
         )
 
-    def failure(self, message: str, *, culprit: bool) -> tuple[TokenOutput, ...]:
+    def failure(self, message: str, *, code: str = "", culprit: bool) -> tuple[TokenOutput, ...]:
         """The last outputs of the choices that no engine will finish."""
         return tuple(
             TokenOutput(
-                request_id=self.request.request_id, choice=choice, finish="error", error=message, culprit=culprit
+                request_id=self.request.request_id,
+                choice=choice,
+                finish="error",
+                error=message,
+                error_code=code,
+                culprit=culprit,
             )
             for choice in range(self.request.n)
             if choice not in self.finished

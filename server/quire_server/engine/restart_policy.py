@@ -30,6 +30,7 @@ class RestartPolicy:
     max_restarts: int = 5
     window_seconds: float = 600.0
     hang_seconds: float = 10.0  # silence that means a hang, unless a step may take longer
+    absent_seconds: float | None = None  # without a sign of life that mean a loss; None: processes send none
     start_seconds: float = 60.0  # without progress of a start that mean a hang
     spare_seconds: float | None = None  # from ready to the launch of the spare process; None: no spare
     first_backoff_seconds: float = 0.1  # doubled with each failed start in a row

@@ -41,13 +41,23 @@ class Supervisor:
         *,
         program: Sequence[str] = tuple(module_command("quire_engine.process")),
         stderr: int | None = None,
+        cpus: Sequence[int] = (),
+        weights: WeightsMemory | None = None,
+        quarantine: Quarantine | None = None,
     ) -> None:
+        """`cpus`: hardware threads of its engines; empty: all. `weights`, `quarantine`: shared with others."""
         self.on_step: Callable[[StepOutput], None] = lambda _: None
         self.on_restart: Callable[[], None] = lambda: None
+        self.on_ready: Callable[[], None] = lambda: None  # called when an engine has replaced another
+        # Called when requests are left without an engine: in the state RESTARTING, or DEAD where none will come. Who
+        # is called may take them by `surrender`.
+        self.on_lost: Callable[[], None] = lambda: None
+        self.num_replicas = 1
         self.state = EngineState.STARTING
         self.restarts = 0
+        self.plan: EnginePlan | None = None  # of the latest engine
         self.dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.quarantine = Quarantine()
+        self.quarantine = Quarantine() if quarantine is None else quarantine
         self._config = config
         self._checkpoint = ""
         self._policy = policy or RestartPolicy()
@@ -56,7 +66,9 @@ class Supervisor:
         self._program = tuple(program)
         self._stderr = stderr  # descriptor for engine processes; None: the server's own
         self._process: EngineProcess | None = None  # the latest one, which may have ended
-        self._weights = WeightsMemory()  # shared by all engine processes, so that a restart needs no load
+        self._cpus = tuple(cpus)
+        # Shared by all engine processes, so that a restart needs no load.
+        self._weights = WeightsMemory() if weights is None else weights
         self._spare = Spare(self._new_process, self._policy.spare_seconds)
         self._starts = 0
         self._recovery = Recovery()
@@ -66,14 +78,46 @@ class Supervisor:
             log.warning("FAULTS ARE INJECTED (%s): this server is for tests and will fail on purpose", points)
 
     def submit(self, request: GenerationRequest) -> None:
+        self.adopt(JournalEntry(request))
+
+    def adopt(self, entry: JournalEntry) -> None:
+        """Take over a request with the tokens that others have delivered."""
         process = self._receiver()
-        if process is not None and not self._recovery.has_suspects:
-            self._recovery.admit(request)
-            process.send(request)
+        can_go = not (self._recovery.has_suspects or entry.is_suspected or entry.held)
+        if process is not None and can_go:
+            self._recovery.admit(entry)
+            process.send(entry.resumed_request())
         elif self.state in (EngineState.STOPPED, EngineState.DEAD):
-            self._fail(JournalEntry(request), "the engine is not running")
+            self._fail(entry, "the engine is not running")
         else:
-            self._recovery.enqueue(request)
+            self._recovery.enqueue(entry)
+            self._send_waiting()
+
+    def has(self, request_id: str) -> bool:
+        """Whether the request is live here."""
+        return request_id in self._recovery
+
+    def take(self, request_id: str) -> JournalEntry | None:
+        """Give up a live request, for another engine to go on with it; what its engine still sends is dropped.
+
+        None: it is not live, or under suspicion, which is proven or disproven here.
+        """
+        if self._recovery.suspects(request_id):
+            return None
+        entry = self._recovery.take(request_id)
+        if entry is not None:
+            self._tell(Abort(request_id=request_id), is_due=entry.in_flight)
+            entry.in_flight = False
+        return entry
+
+    def surrender(self, *, suspects: bool) -> list[JournalEntry]:
+        """Give up the requests that no engine has, for other engines; `suspects`: those under suspicion too."""
+        return self._recovery.surrender(suspects=suspects)
+
+    @property
+    def is_proving(self) -> bool:
+        """Whether new requests wait here, until the engine has answered a probe and suspects one by one."""
+        return self._recovery.has_suspects
 
     def abort(self, request_id: str) -> None:
         self._tell(Abort(request_id=request_id), is_due=self._recovery.forget(request_id))
@@ -136,6 +180,14 @@ class Supervisor:
     def _is_stopped(self) -> bool:
         return self.state is EngineState.STOPPED
 
+    def trouble(self) -> str | None:
+        """Why no engine serves now, in a few words; None: one does."""
+        return "engine stuck" if self.is_stuck else _TROUBLE[self.state]
+
+    def overdue_seconds(self) -> float:
+        """Seconds since the engine should have been killed and replaced; below 0 it is not overdue."""
+        return self.stuck_seconds() - self.hang_seconds
+
     def stuck_seconds(self) -> float:
         """0 while the engine sends frames or is not ready; else the seconds since its last frame."""
         if self.state is not EngineState.READY or self._process is None:
@@ -164,6 +216,7 @@ class Supervisor:
             await process.reap(grace_seconds=0.0)
             raise EngineDead("the engine was stopped while it started")
         self._checkpoint = plan.checkpoint
+        self.plan = plan
         self._config = for_later_engines(self._config, plan)
         self._hang.expect(plan)
         self.state = EngineState.READY
@@ -190,7 +243,7 @@ class Supervisor:
 
     def _new_process(self) -> EngineProcess:
         memory_fd = self._weights.for_next_engine()
-        return EngineProcess(self._program, self._deliver, stderr=self._stderr, memory_fd=memory_fd)
+        return EngineProcess(self._program, self._deliver, stderr=self._stderr, memory_fd=memory_fd, cpus=self._cpus)
 
     async def _launch(self) -> tuple[EngineProcess, EnginePlan]:
         process = self._process = self._spare.take() or self._new_process()
@@ -219,10 +272,11 @@ class Supervisor:
         """Watch the engine; when it ends, start another, until it has failed too often."""
         try:
             while process is not None:
-                await process.wait_for_end(lambda: self._hang.seconds)
+                await process.wait_for_end(lambda: self._hang.seconds, self._policy.absent_seconds)
                 self.state = EngineState.RESTARTING
                 await process.reap(grace_seconds=1.0)
                 self._account_for(process)
+                self.on_lost()
                 process = await self._restart()
         except Exception:  # a bug: without supervision the server would wait for ever
             log.exception("the supervision of the engine failed")
@@ -235,7 +289,7 @@ class Supervisor:
         to the proof: clients that send such requests must not use up the restart budget.
         """
         log.error("the engine process %s with %d live requests; restarting", process.ending, len(self._recovery))
-        now, killed = time.monotonic(), process.killed_from_outside
+        now, killed = time.monotonic(), process.killed_from_outside or process.was_absent
         guilty = self._recovery.crashed(killed=killed, now=now)
         for entry in guilty:
             self._budget.forgive(entry.crashes)
@@ -268,10 +322,12 @@ class Supervisor:
                 # Resuming on other weights would splice two models into one answer.
                 self._give_up("the model's files changed on disk since the start")
                 return None
+            self.plan = plan
             self.state = EngineState.READY
             log.info("the engine is ready again; resuming %d requests", len(self._recovery))
             process.send(self._recovery.prove())
             self._spare.prepare()
+            self.on_ready()
             return process
         self._give_up(str(self._budget))
         return None
@@ -279,10 +335,11 @@ class Supervisor:
     def _give_up(self, reason: str) -> None:
         self.state = EngineState.DEAD
         log.critical("%s; giving up", reason)
-        if not self.dead.done():
-            self.dead.set_result(None)
+        self.on_lost()
         for entry in self._recovery.dismiss():
             self._fail(entry, "the engine could not be restarted")
+        if not self.dead.done():
+            self.dead.set_result(None)
 
     # ---------------------------------------------------------------- requests and tokens
 
@@ -326,6 +383,14 @@ class EngineState(Enum):
     STOPPED = "stopped"
     DEAD = "dead"  # given up; the server exits with 70
 
+
+_TROUBLE = {
+    EngineState.STARTING: "engine starting",
+    EngineState.READY: None,
+    EngineState.RESTARTING: "engine restarting",
+    EngineState.STOPPED: "engine stopped",
+    EngineState.DEAD: "engine dead",
+}
 
 _LOOK_SECONDS = 1.0  # between two looks at the spare
 _MOST_DOUBLINGS = 6

@@ -28,6 +28,7 @@ from quire_server.metrics.metric_catalog import (
 )
 from quire_server.metrics.metric_values import Gauge, Values
 from quire_server.metrics.occupancy import Occupancy, StaticBatching
+from quire_server.metrics.replica_metrics import ReplicaMetrics, Row
 from quire_server.metrics.request_record import CURRENT, Load, RequestBoard, RequestRecord
 from quire_server.metrics.usage import UsageBook
 
@@ -79,6 +80,9 @@ class Metrics:
         self.tenants = TenantMetrics(values, tenants)
         self.observe_step = self._engine.observe  # once per step
         self.engine_restarted = self._engine.restarted
+        self.replica_restarted = self._engine.restarts.inc  # of several, whose totals go on
+        self.replicas = ReplicaMetrics(values)
+        self.replica_rows: Callable[[], Iterable[Row]] = tuple  # called at each scrape
         self._rejected = values.counter(
             "quire_rejected",
             "Requests refused before they were queued, by reason.",
@@ -213,6 +217,7 @@ class Metrics:
         """The exposition in the text format; `load_ratio`: the progress of the engine's start."""
         self._load_ratio.set(load_ratio)
         self._engine.show(time.monotonic())
+        self.replicas.show(self.replica_rows())
         self._lost_lines.values[()] = float(self.lost_log_lines())
         self._waiting_bytes.set(self.bytes_waiting())
         self._stalled.set(self.num_stalled())

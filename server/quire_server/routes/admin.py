@@ -10,7 +10,7 @@ from datetime import date
 from typing import Annotated, Any, Self
 
 import msgspec
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -69,6 +69,27 @@ class CacheDropped(BaseModel):
     host_blocks: int  # blocks of host memory, with their files on disk
 
 
+class ReplicaStatus(BaseModel):
+    """One of several engines."""
+
+    name: str
+    state: str  # starting, ready, restarting, stopped or dead
+    draining: bool
+    streams: int  # unfinished requests
+    prompt_tokens_ahead: int  # of those without an output from this engine
+    restarts: int
+    numerics: str  # streams move among replicas that have this in common
+    pid: int | None  # of the engine's process
+
+
+class ReplicaList(BaseModel):
+    """All engines of the server, where there are several."""
+
+    replicas: list[ReplicaStatus]
+
+
+ReplicaName = Annotated[str, Path(max_length=8, description="the replica's number, from 0")]
+_NO_REPLICA: dict[int | str, dict[str, Any]] = {NotRemembered.status: error_response(NotRemembered)}
 Order = Annotated[AbortOrder, json_body(AbortOrder)]
 _NOT_READY: dict[int | str, dict[str, Any]] = {NotReady.status: error_response(NotReady)}
 
@@ -129,6 +150,26 @@ async def reset_prefix_cache(request: Request) -> CacheDropped:
     return dropped
 
 
+@router.get("/replicas")
+async def list_replicas(request: Request) -> ReplicaList:
+    """The replicas and what they do; none where the server has one engine."""
+    replicas = state_of(request).replicas
+    rows = [] if replicas is None else replicas.rows()
+    return ReplicaList(replicas=[ReplicaStatus.model_validate(row, from_attributes=True) for row in rows])
+
+
+@router.post("/replicas/{name}/drain", responses=_NO_REPLICA)
+async def drain_replica(name: ReplicaName, request: Request) -> ReplicaStatus:
+    """Give a replica nothing new and its streams to others, where the same tokens follow. Lasts until it is undone."""
+    return _order_replica(state_of(request), name, draining=True)
+
+
+@router.delete("/replicas/{name}/drain", responses=_NO_REPLICA)
+async def undo_replica_drain(name: ReplicaName, request: Request) -> ReplicaStatus:
+    """Let a replica take requests again."""
+    return _order_replica(state_of(request), name, draining=False)
+
+
 @router.post("/reload")
 async def reload(request: Request) -> Reloaded:
     """Read the files of keys, tenants and certificates again, as SIGHUP does.
@@ -146,6 +187,14 @@ async def usage(
 ) -> Response:
     """Requests and tokens by day (UTC), tenant and model, the latest day first."""
     return usage_reply(state_of(request), {}, tenant=tenant, day=day)
+
+
+def _order_replica(state: ServerState, name: str, *, draining: bool) -> ReplicaStatus:
+    row = None if state.replicas is None else state.replicas.drain(name, draining=draining)
+    if row is None:
+        raise NotRemembered(f"There is no replica {name!r}.")
+    log.warning("replica %s %s; it has %d streams", name, "drains" if draining else "takes requests again", row.streams)
+    return ReplicaStatus.model_validate(row, from_attributes=True)
 
 
 def _chosen(state: ServerState, order: AbortOrder) -> list[str]:

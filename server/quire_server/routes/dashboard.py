@@ -74,7 +74,7 @@ class _Viewing:
             self._feed.num_listeners -= 1
 
     def _about(self) -> dict[str, object]:
-        plan = self._state.client.plan
+        plan = self._state.whole_plan
         limits = plan.scheduler.limits
         return {
             "started": self._state.started,  # a new value after a reconnection means a new server

@@ -24,6 +24,7 @@ _NOT_KNOWN: dict[int | str, dict[str, Any]] = {**_NOT_READY, NotRemembered.statu
 
 router = APIRouter(prefix="/debug", tags=["debug"])
 
+ReplicaName = Annotated[str, Query(max_length=8, description="one of several replicas, by its number; else the first")]
 RequestId = Annotated[str, Path(max_length=256, description="x-request-id, a reply's id, or the engine's own")]
 Number = Annotated[int, Query(ge=0, le=2**53)]
 
@@ -34,9 +35,10 @@ async def list_steps(
     after: Number = 0,
     limit: Annotated[int, Query(ge=1, le=MOST_STEPS)] = 100,
     events: bool = False,
+    replica: ReplicaName = "",
 ) -> Response:
     """The engine's steps after a given one: plan, decisions with reasons, duration. `events`: inputs for a replay."""
-    return _json(await _ask(state_of(request), "steps", after=after, limit=limit, events=events))
+    return _json(await _ask(state_of(request), "steps", replica, after=after, limit=limit, events=events))
 
 
 @router.get("/requests", response_class=Response, responses=_NOT_KNOWN)
@@ -60,15 +62,15 @@ async def explain_request(request_id: RequestId, request: Request) -> Response:
 
 
 @router.get("/kv", response_class=Response, responses=_NOT_KNOWN)
-async def show_pool(request: Request) -> Response:
+async def show_pool(request: Request, replica: ReplicaName = "") -> Response:
     """The KV pool: used, shared, cached and free blocks, and the empty slots in used ones."""
-    return _json(await _ask(state_of(request), "kv"))
+    return _json(await _ask(state_of(request), "kv", replica))
 
 
 @router.get("/kv/audit", response_class=Response, responses=_NOT_KNOWN)
-async def audit_pool(request: Request) -> Response:
+async def audit_pool(request: Request, replica: ReplicaName = "") -> Response:
     """Check all invariants of the pool; returns the first violation. Takes a moment on a large pool."""
-    return _json(await _ask(state_of(request), "audit"))
+    return _json(await _ask(state_of(request), "audit", replica))
 
 
 @router.get("/kv/{request_id}", response_class=Response, responses=_NOT_KNOWN)
@@ -80,7 +82,10 @@ async def show_table(
     return _json(await _ask(state, "table", ids=state.names.find(request_id), pos=pos))
 
 
-async def _ask(state: ServerState, what: str, **arguments: object) -> bytes:
+async def _ask(state: ServerState, what: str, replica: str = "", **arguments: object) -> bytes:
+    if replica and state.replicas is None:
+        raise NotRemembered("There are no replicas: this server has one engine.")
+    arguments |= {"replica": replica} if replica else {}
     try:
         return await state.inspect(what, msgspec.json.encode(arguments).decode())
     except Unanswerable as error:

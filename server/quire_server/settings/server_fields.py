@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
+from quire_engine.routing.policy import RoutePolicyName
 from quire_server.settings.faults import FaultList
 from quire_server.settings.values import (
     Networks,
@@ -94,6 +95,20 @@ class ServerFields(BaseModel):
     )
 
     # -- Lifetime
+    replicas: Annotated[int, Field(ge=1, le=64)] = option(
+        1, "Lifetime", "engines that share the cores and the memory; streams of one that is lost go on with the others"
+    )
+    route_policy: RoutePolicyName = option(
+        "predicted_ttft",
+        "Lifetime",
+        "which replica gets a request: by its predicted first token, cached prefix included",
+    )
+    replica_silence: PositiveSeconds = option(
+        2.0, "Lifetime", "a replica without a sign of life for so long is given up; with several replicas", "s"
+    )
+    failover_wait: Seconds = option(
+        30.0, "Lifetime", "streams wait this long for a replica when none is left, then end with replica_lost", "s"
+    )
     drain_timeout: Seconds = option(30.0, "Lifetime", "after SIGTERM, running requests get this long to finish", "s")
     max_engine_restarts: Annotated[int, Field(ge=0)] = option(
         5, "Lifetime", "engine restarts within ten minutes before giving up with exit code 70"

@@ -10,7 +10,7 @@ from rich.console import Console
 from quire_bench.against_simulation import lines_of, main, print_lines, with_server
 from quire_bench.measures import measure
 from quire_bench.records import Record, Run
-from quire_engine.simulation.cost_model import CostModel
+from quire_engine.cost_model import CostModel
 from quire_engine.simulation.report import report
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.simulator import simulate

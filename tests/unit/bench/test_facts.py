@@ -9,7 +9,7 @@ import pytest
 from quire_bench.facts import memory
 from quire_bench.facts.fact import at_most, equal, near, not_shown
 from quire_bench.facts.timing import PoolLoad, pool_load
-from quire_engine.simulation.cost_model import CostModel
+from quire_engine.cost_model import CostModel
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.simulator import simulate
 from quire_engine.simulation.traces import TraceRow

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from quire_engine.machine import usable_cores
-from quire_kernels.cpu.topology import by_core, spread
+from quire_engine.machine import core_shares, divided, usable_cores
+from quire_kernels.cpu.topology import by_core, by_node, spread
 
 
 def tree(root: Path, siblings: dict[int, str], name: str = "core_cpus_list") -> Path:
@@ -52,3 +52,40 @@ def test_cores_are_counted_and_not_their_threads(tmp_path):
     assert usable_cores(tmp_path) == len(cpus)
     tree(tmp_path / "sys/devices/system/cpu", dict.fromkeys(cpus, ",".join(map(str, cpus))))
     assert usable_cores(tmp_path) == 1
+
+
+def nodes(root: Path, lists: dict[int, str]) -> Path:
+    for node, written in lists.items():
+        (root / f"node{node}").mkdir(parents=True)
+        (root / f"node{node}" / "cpulist").write_text(written + "\n")
+    return root
+
+
+def test_cores_are_grouped_by_memory_node(tmp_path):
+    machine = nodes(tmp_path, {0: "0-3,8-11", 1: "4-7", 10: "12-13"})
+    assert by_node(range(14), machine) == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7], [12, 13]]
+    assert by_node({2, 5, 99}, machine) == [[2], [5], [99]], "who is in no node is in one of his own"
+    assert by_node({3, 1}, tmp_path / "nothing") == [[1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("machine", "count", "expected"),
+    [
+        ([[[0], [1]]], 2, [(0,), (1,)]),
+        ([[[0], [1], [2]]], 2, [(0,), (1, 2)]),
+        ([[[0, 8], [1, 9], [2]], [[4], [5], [6]]], 4, [(0, 8), (1, 2, 9), (4,), (5, 6)]),
+        ([[[0]], [[1]], [[2]], [[3]]], 2, [(0, 1), (2, 3)]),
+        ([[[0], [1]], [[2], [3]]], 1, [(0, 1, 2, 3)]),
+        ([[[0], [1]]], 4, [(0,), (1,), (0,), (1,)]),
+        ([[[0], [1]], [[2], [3]]], 3, [(0,), (1,), (2, 3)]),
+    ],
+)
+def test_shares_are_of_whole_cores_and_few_nodes(machine, count, expected):
+    assert [share.cpus for share in divided(machine, count)] == expected
+
+
+def test_shares_of_this_machine_are_its_cores():
+    shares = core_shares(1)
+    if hasattr(os, "sched_getaffinity"):
+        assert set(shares[0].cpus) <= os.sched_getaffinity(0)
+        assert shares[0].num_cores == usable_cores()

@@ -77,6 +77,10 @@ class Inspection:
             answer |= {"config": asdict(self._config), "format": FORMAT, "restored_blocks": self._num_restored}
         return answer
 
+    def prefixes(self, arguments: Arguments) -> object:  # noqa: ARG002
+        """A snapshot for a router's index: the fields of `PrefixChanges`."""
+        return asdict(self._kv.prefixes.snapshot())
+
     def requests(self, arguments: Arguments) -> object:
         """Every live request in the order of arrival, then the last ended ones."""
         del arguments
@@ -194,6 +198,7 @@ _QUESTIONS: dict[str, Callable[[Inspection, Arguments], object]] = {
     "kv": Inspection.kv,
     "table": Inspection.table,
     "audit": Inspection.audit,
+    "prefixes": Inspection.prefixes,
 }
 
 

@@ -9,8 +9,8 @@ import pytest
 from quire_engine.engine import Engine
 from quire_engine.process import loop
 from quire_engine.process.loop import EngineLoop
-from quire_engine.process.transport import FrameDecoder, Shutdown, encode_frame
-from quire_engine.types import EngineHealth
+from quire_engine.process.transport import Alive, FrameDecoder, Shutdown, encode_frame
+from quire_engine.types import EngineHealth, EngineStats, StepOutput
 from support.fake_executor import new_run, request
 
 
@@ -111,3 +111,24 @@ def test_the_loop_rests_when_nothing_comes(monkeypatch):
         thread.join(timeout=10)
         assert not thread.is_alive()
     assert watched.events == ["sent", "sent", "check"]
+
+
+def test_a_long_step_is_no_silence_of_the_process():
+    """Signs of life come from a thread of their own, whole, between the loop's frames."""
+    engine = Waiting()
+    engine.step = lambda: time.sleep(0.3)
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(10)
+    decoder, frames = FrameDecoder(), []
+    with ours, theirs:
+        serving = EngineLoop(engine, ours, FrameDecoder(), alive_seconds=0.01)
+        thread = threading.Thread(target=serving.run, args=([],))
+        thread.start()
+        for number in range(50):
+            serving.send(StepOutput(step_id=number, outputs=(), stats=EngineStats()))
+        while sum(isinstance(frame, Alive) for frame in frames) < 20:
+            frames += decoder.feed(theirs.recv(1 << 16))
+        theirs.sendall(encode_frame(Shutdown()))
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+    assert [frame.step_id for frame in frames if isinstance(frame, StepOutput)] == list(range(50))

@@ -14,7 +14,7 @@ from quire_engine.errors import EngineDead, QuireError, Unanswerable
 from quire_engine.process import loop
 from quire_engine.process.loop import inspected
 from quire_engine.process.transport import Inspect
-from quire_server.engine import process, supervisor
+from quire_server.engine import connection, supervisor
 from support.fake_executor import new_run, request
 from support.supervising import request as wanted
 from support.supervising import run, supervised
@@ -75,7 +75,7 @@ def test_an_engine_that_is_killed_while_it_is_asked_leaves_nobody_waiting() -> N
 
 def test_an_engine_that_does_not_answer_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr(process, "MOST_QUESTIONS", 2)
+    monkeypatch.setattr(connection, "MOST_QUESTIONS", 2)
 
     async def body() -> None:
         async with supervised() as (watched, _):

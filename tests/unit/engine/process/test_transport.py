@@ -11,6 +11,7 @@ from quire_engine.errors import ProtocolError
 from quire_engine.process.transport import (
     MAX_FRAME_BYTES,
     Abort,
+    Alive,
     Control,
     FrameDecoder,
     Hold,
@@ -61,6 +62,7 @@ FRAMES = [
     Release(request_id="r"),
     LoadProgress(phase="reading weights", done=1 << 33, total=1 << 34),
     Shutdown(),
+    Alive(),
     Inspect(token=3, what="steps", argument='{"after":7}'),
     Inspected(token=3, body=b'{"steps":[]}\xff'),
     Control(token=4, what="reset_prefix_cache"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from quire_engine.block_hashes import block_hash, root_hash
 from quire_engine.invariants import InvariantViolation
-from quire_engine.scheduling.prefix_cache import PrefixCache, block_hash, root_hash
+from quire_engine.scheduling.prefix_cache import PrefixCache
 
 
 def test_a_hash_names_tokens_parents_and_salt() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire_engine.simulation.cost_model import CostModel
+from quire_engine.cost_model import CostModel
 from quire_engine.simulation.slo import parse_slo
 from quire_server.commands import doctor
 from quire_server.commands.diagnosis import causes

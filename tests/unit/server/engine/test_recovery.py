@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from quire_engine.types import MODEL_FAILED, TokenOutput
-from quire_server.engine.recovery import REMEMBERED_SECONDS, Recovery
+from quire_server.engine.recovery import REMEMBERED_SECONDS, JournalEntry, Recovery
 from support.recovering import crash, progress, request, sent, serving, step
 
 
@@ -18,7 +18,7 @@ def recovers(recovery: Recovery, names: Iterable[str]) -> None:
 def test_what_arrives_without_an_engine_is_sent_in_order_of_arrival() -> None:
     recovery = Recovery()
     for name in "abc":
-        recovery.enqueue(request(name))
+        recovery.enqueue(JournalEntry(request(name)))
     assert recovery.forget("b") is False
     assert sent(recovery) == ["a", "c"]
     assert recovery.forget("c") is True  # the engine has it
@@ -46,7 +46,7 @@ def test_outputs_of_aborted_and_finished_requests_are_left_out() -> None:
 
 def test_a_request_of_several_choices_lives_until_the_last_has_finished() -> None:
     recovery = Recovery()
-    recovery.admit(request("a", n=2))
+    recovery.admit(JournalEntry(request("a", n=2)))
     recovery.record(step(TokenOutput(request_id="a", choice=1, finish="length")))
     assert len(recovery) == 1
     recovery.record(step(TokenOutput(request_id="a", choice=0, finish="length")))
@@ -62,7 +62,7 @@ def test_suspects_run_one_at_a_time_until_each_has_made_progress() -> None:
 def test_a_newcomer_waits_behind_the_suspects_it_found() -> None:
     recovery = serving("a", "b")
     crash(recovery)
-    recovery.enqueue(request("new"))
+    recovery.enqueue(JournalEntry(request("new")))
     assert sent(recovery) == ["a"]
     progress(recovery, "a")
     assert sent(recovery) == ["b"]
@@ -116,7 +116,7 @@ def test_who_crashes_a_little_later_each_time_is_on_probation_for_longer_and_fou
 def test_what_a_culprit_explains_is_held_against_nobody() -> None:
     recovery = serving("a")
     for number in range(20):
-        recovery.admit(request(f"bad{number}"))
+        recovery.admit(JournalEntry(request(f"bad{number}")))
         assert crash(recovery, now=2.0 * number) == []
         assert sent(recovery) == ["a"]
         progress(recovery, "a")
@@ -165,7 +165,7 @@ def test_a_request_that_made_a_step_raise_is_told_of_once() -> None:
 
 def test_waiting_requests_can_be_dropped_by_what_they_are() -> None:
     recovery = serving("a", "bad")
-    recovery.enqueue(request("twin"))
+    recovery.enqueue(JournalEntry(request("twin")))
     assert [each.request.request_id for each in recovery.drop(lambda entry: entry.request.request_id != "a")] == [
         "twin"
     ]
@@ -174,7 +174,7 @@ def test_waiting_requests_can_be_dropped_by_what_they_are() -> None:
 
 def test_only_requests_the_engine_held_are_blamed() -> None:
     recovery = Recovery()
-    recovery.enqueue(request("a"))
+    recovery.enqueue(JournalEntry(request("a")))
     for _ in range(5):
         assert crash(recovery) == []
     assert sent(recovery) == ["a"]
@@ -258,7 +258,7 @@ def test_the_doubt_about_an_aborted_suspect_ends_with_its_engine() -> None:
 
 def test_dismissed_requests_are_gone() -> None:
     recovery = serving("a")
-    recovery.enqueue(request("b"))
+    recovery.enqueue(JournalEntry(request("b")))
     assert [entry.request.request_id for entry in recovery.dismiss()] == ["a", "b"]
     assert len(recovery) == 0
     assert recovery.next_request() is None

@@ -1,6 +1,6 @@
 """Requests whose clients do not read: what recovery does with them while they are held."""
 
-from quire_server.engine.recovery import Recovery
+from quire_server.engine.recovery import JournalEntry, Recovery
 from support.recovering import crash, progress, request, sent, serving
 
 
@@ -29,11 +29,11 @@ def test_a_request_on_probation_that_is_held_lets_others_go_on() -> None:
 
 def test_what_is_held_before_it_was_sent_is_sent_once() -> None:
     recovery = Recovery()
-    recovery.enqueue(request("a"))
+    recovery.enqueue(JournalEntry(request("a")))
     assert recovery.hold("a") is False
     assert recovery.release("a") is False
     assert sent(recovery) == ["a"]
-    recovery.enqueue(request("b"))
+    recovery.enqueue(JournalEntry(request("b")))
     assert recovery.hold("b") is False
     assert sent(recovery) == []
     assert recovery.forget("b") is False

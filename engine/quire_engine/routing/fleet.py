@@ -1,0 +1,129 @@
+"""What concerns the replicas together: fairness of tenants over all of them, and how many are wanted.
+
+Promises: nothing here sees a clock; times are given. Must not know: sockets, clocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from quire_engine.routing.views import ReplicaView
+from quire_engine.types import TenantStats
+
+
+class TenantService:
+    """Each tenant's service by replica, so that a replica's fair queue can count what others gave.
+
+    A fair queue orders tenants by the service here and elsewhere. Two tenants that always wait so stay as near to each
+    other as on one engine, plus one step's service of each replica and what is in flight until the stats come.
+    """
+
+    def __init__(self) -> None:
+        self._by_replica: dict[str, dict[str, float]] = {}
+        self._of_gone: dict[str, float] = {}  # what lost replicas had given
+        self._totals: dict[str, float] = {}
+
+    def observe(self, name: str, stats: Iterable[TenantStats]) -> None:
+        """The tenants in a replica's stats. Totals of an engine that has restarted begin at 0 again."""
+        known = self._by_replica.setdefault(name, {})
+        for tenant in stats:
+            before, service = known.get(tenant.tenant, 0.0), tenant.total_service
+            if service < before:
+                self._of_gone[tenant.tenant] = self._of_gone.get(tenant.tenant, 0.0) + before
+                self._totals[tenant.tenant] = self._totals.get(tenant.tenant, 0.0) + service
+            else:
+                self._totals[tenant.tenant] = self._totals.get(tenant.tenant, 0.0) + service - before
+            known[tenant.tenant] = service
+
+    def remove(self, name: str) -> None:
+        """A replica is gone; what it gave stays given."""
+        for tenant, service in self._by_replica.pop(name, {}).items():
+            self._of_gone[tenant] = self._of_gone.get(tenant, 0.0) + service
+
+    def elsewhere(self, name: str, tenant: str) -> float:
+        """The tenant's service by all replicas but this one's running engine."""
+        return self._totals.get(tenant, 0.0) - self._by_replica.get(name, {}).get(tenant, 0.0)
+
+    def all_elsewhere(self, name: str) -> dict[str, float]:
+        """`ReplicaView.service_elsewhere`."""
+        return {tenant: self.elsewhere(name, tenant) for tenant in self._totals}
+
+
+class WantedReplicas:
+    """The autoscaling signal: ceil(busy seconds of the cost model offered per second / 0.75).
+
+    Up at once where the predicted TTFT's p95 has been above the target for 10 seconds; down after 5 minutes.
+    """
+
+    share = 0.75  # of a replica's seconds that are to be busy
+    window = 60.0  # seconds over which the offered work is counted
+    late_seconds = 10.0  # p95 above the target for so long wants one more at once
+    down_seconds = 300.0  # fewer are wanted only when fewer were enough for so long
+
+    def __init__(self, *, ttft_target: float = 0.0, least: int = 1, now: float = 0.0) -> None:
+        self._target = ttft_target  # seconds; 0: none
+        self._least = least
+        self._began = now
+        self._offered: deque[tuple[float, float]] = deque()  # (time, busy seconds)
+        self._sum = 0.0
+        self._ttfts: deque[tuple[float, float]] = deque()
+        self._late_since: float | None = None
+        self._enough: deque[tuple[float, int]] = deque()  # (time, wanted then), falling: the most of the last minutes
+
+    def offer(self, *, busy_seconds: float, predicted_ttft: float, now: float) -> None:
+        """A request was routed: what it costs a replica in all, and how long its first token is to take."""
+        self._offered.append((now, busy_seconds))
+        self._sum += busy_seconds
+        self._ttfts.append((now, predicted_ttft))
+
+    def wanted(self, now: float, *, ready: int) -> int:
+        """Replicas wanted, where `ready` of them serve now."""
+        while self._offered and self._offered[0][0] < now - self.window:
+            self._sum -= self._offered.popleft()[1]
+        seconds = min(max(now - self._began, 1.0), self.window)
+        by_work = math.ceil(max(self._sum, 0.0) / seconds / self.share - 1e-9)
+        count = max(by_work, self._least, ready + 1 if self._is_late(now) else 0)
+        while self._enough and self._enough[-1][1] <= count:
+            self._enough.pop()
+        self._enough.append((now, count))
+        while self._enough[0][0] < now - self.down_seconds:
+            self._enough.popleft()
+        return self._enough[0][1]
+
+    def _is_late(self, now: float) -> bool:
+        while self._ttfts and self._ttfts[0][0] < now - self.late_seconds:
+            self._ttfts.popleft()
+        if not self._target or not self._ttfts:
+            self._late_since = None
+            return False
+        ordered = sorted(ttft for _, ttft in self._ttfts)
+        if ordered[int(0.95 * (len(ordered) - 1))] <= self._target:
+            self._late_since = None
+            return False
+        if self._late_since is None:
+            self._late_since = now
+        return now - self._late_since >= self.late_seconds
+
+
+def request_seconds(view: ReplicaView, *, prompt_tokens: int, output_tokens: int) -> float:
+    """Busy seconds that a request costs a replica that is as full as this one now: its part of the steps it is in."""
+    cost, budget = view.cost, view.limits.max_num_batched_tokens
+    decodes = max(view.decodes, 1)
+    of_decode = cost.decode_seconds(decodes, view.context) / decodes
+    return prompt_tokens * cost.prompt_seconds(budget) / budget + output_tokens * of_decode
+
+
+def first_to_go(views: Sequence[ReplicaView], cached_blocks: Mapping[str, int]) -> str:
+    """The replica that is worth least to its fleet: with the fewest cached seconds, then the fewest requests.
+
+    Cached seconds are what it would take to compute its cached blocks again.
+    """
+
+    def worth(view: ReplicaView) -> tuple[float, int, str]:
+        budget = view.limits.max_num_batched_tokens
+        tokens = cached_blocks.get(view.name, 0) * view.limits.block_size
+        return tokens * view.cost.prompt_seconds(budget) / budget, view.requests, view.name
+
+    return min(views, key=worth).name

@@ -1,0 +1,159 @@
+"""The front's knowledge of its replicas for choosing among them: load, cached prompts, the time of their steps.
+
+The choice itself is a policy of `quire_engine.routing`. A wrong guess here costs time, never tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from quire_engine.block_hashes import routed_names
+from quire_engine.cost_model import CostModel
+from quire_engine.limits import SchedulerLimits
+from quire_engine.routing.fleet import TenantService
+from quire_engine.routing.index import PrefixIndex
+from quire_engine.routing.policy import route_policy
+from quire_engine.routing.prediction import Slowness
+from quire_engine.routing.views import NoReplica, ReplicaState, ReplicaView, Route, RouteRequest
+from quire_engine.types import EngineStats, GenerationRequest, StepOutput
+from quire_server.engine.recovery import JournalEntry
+
+_KEEP = 0.95  # of the mean with each further step
+_FIRST_STEP, _FIRST_TOKEN = 0.01, 0.0005  # seconds; before the first steps were seen, when all replicas are alike
+_LEARNED = 32  # steps after which the model is made anew
+
+
+class LiveCost:
+    """The cost model of engines of one kind, from the steps that they have made."""
+
+    def __init__(self) -> None:
+        self._step, self._token = _FIRST_STEP, _FIRST_TOKEN
+        self._num_seen = 0
+        self.model = self._made()
+
+    def learn(self, stats: EngineStats) -> None:
+        """Take in a step."""
+        seconds, tokens = stats.step_seconds, stats.prefill_tokens
+        if seconds <= 0.0 or not (tokens or stats.decode_tokens):
+            return
+        if not tokens:
+            self._step = _KEEP * self._step + (1 - _KEEP) * seconds
+        elif 2 * tokens > stats.decode_tokens:
+            more = max(seconds - self._step, 0.1 * seconds) / tokens
+            self._token = _KEEP * self._token + (1 - _KEEP) * more
+        self._num_seen += 1
+        if self._num_seen % _LEARNED == 0:
+            self.model = self._made()
+
+    def _made(self) -> CostModel:
+        step, token = self._step, self._token
+        return CostModel(step=step, prompt=((1, step + token), (1025, step + 1025 * token)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """A replica's part of a view that only its owner knows."""
+
+    name: str
+    cohort: str
+    state: ReplicaState
+    limits: SchedulerLimits
+    tokens_ahead: int
+    requests: int
+    stats: EngineStats
+
+
+class Router:
+    """One route policy, and all that it decides by."""
+
+    def __init__(self, policy: str) -> None:
+        """Raises ConfigError for a policy that is unknown."""
+        self._policy = route_policy(policy)
+        self._index = PrefixIndex()
+        self._tenants = TenantService()
+        self._cost = LiveCost()
+        self._slowness: dict[str, Slowness] = {}
+        self._predicted: dict[str, tuple[str, float, float]] = {}  # by unanswered request: replica, TTFT, when sent
+
+    def joins(self, name: str) -> None:
+        """A replica has a new engine, with nothing cached."""
+        self._index.add(name)
+        self._tenants.remove(name)
+        self._slowness[name] = Slowness()
+
+    def observe(self, name: str, step: StepOutput) -> None:
+        """Take in a replica's step."""
+        self._cost.learn(step.stats)
+        if step.stats.tenants:
+            self._tenants.observe(name, step.stats.tenants)
+        if step.prefixes is not None:
+            self._index.apply(name, step.prefixes)  # frames of one socket have no gaps
+
+    def choose(
+        self, entry: JournalEntry, request_id: str, cohort: str, standings: Sequence[Standing], now: float
+    ) -> tuple[Route, tuple[int, ...]] | None:
+        """The route and the names of the prompt's blocks; None where no replica may have it.
+
+        `cohort`: of a request that has tokens; empty: any.
+        """
+        request = entry.request
+        size = standings[0].limits.block_size if standings else 16
+        blocks = routed_names(request.prompt_token_ids, request.cache_salt, size) if _reads_cache(request) else ()
+        asked = RouteRequest(
+            request_id=request_id,
+            prompt_tokens=num_known_tokens(entry),
+            blocks=blocks,
+            max_new_tokens=request.stop.max_new_tokens,
+            tenant=request.tenant,
+            cohort=cohort,
+        )
+        try:
+            return self._policy.choose(asked, [self._view(each, now) for each in standings], self._index, now), blocks
+        except NoReplica:
+            return None
+
+    def sent(self, request: GenerationRequest, route: Route, blocks: tuple[int, ...], now: float) -> GenerationRequest:
+        """The request goes there; returns it with the service of other replicas."""
+        self._index.sent(route.name, request.request_id, blocks)
+        self._predicted[request.request_id] = route.name, route.predicted_ttft, now
+        elsewhere = self._tenants.elsewhere(route.name, request.tenant)
+        return replace(request, service_elsewhere=elsewhere) if elsewhere else request
+
+    def answered(self, request_id: str, now: float) -> None:
+        """Its first output has come, from where it was sent."""
+        name, predicted, sent_at = self._predicted.get(request_id, ("", 0.0, 0.0))
+        if name:
+            self._slowness[name].observe(predicted=predicted, seen=now - sent_at, now=now)
+        self.forget(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """It has ended, or is to be sent elsewhere."""
+        self._predicted.pop(request_id, None)
+        self._index.answered(request_id)
+
+    def _view(self, standing: Standing, now: float) -> ReplicaView:
+        stats = standing.stats
+        return ReplicaView(
+            name=standing.name,
+            cohort=standing.cohort,
+            state=standing.state,
+            cost=self._cost.model,
+            limits=standing.limits,
+            prompt_tokens_ahead=standing.tokens_ahead,
+            requests=standing.requests,
+            decodes=stats.running,
+            context=stats.slots_allocated - stats.slots_unused,
+            blocks_total=stats.blocks_total,
+            blocks_free=stats.blocks_free + stats.blocks_cached,
+            slowness=self._slowness[standing.name].ratio(now),
+        )
+
+
+def num_known_tokens(entry: JournalEntry) -> int:
+    """The tokens that an engine computes before the request's next one."""
+    return len(entry.request.prompt_token_ids) + max(map(len, entry.tokens))
+
+
+def _reads_cache(request: GenerationRequest) -> bool:
+    return request.sampling.num_prompt_logprobs is None and request.pooling != "mean"

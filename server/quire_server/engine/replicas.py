@@ -1,0 +1,501 @@
+"""Several engines behind one `EnginePort`: each request goes to one of them, and to another one if that is lost.
+
+Promises: a stream is lost only if no engine of its numerics comes back in time, and no token is delivered twice. A
+replica's supervisor restarts its engine and finds culprits; what moves are requests that nothing is held against.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from quire_engine.config import EngineConfig, EnginePlan, for_later_engines
+from quire_engine.errors import ModelLoadError
+from quire_engine.machine import CoreShare
+from quire_engine.process.transport import LoadProgress
+from quire_engine.routing.views import Route
+from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput, TokenOutput
+from quire_server.engine.recovery import JournalEntry, Quarantine
+from quire_server.engine.replica_questions import EPOCH, ReplicaQuestions
+from quire_server.engine.replica_routing import Router, Standing, num_known_tokens
+from quire_server.engine.restart_policy import RestartPolicy
+from quire_server.engine.stats_sum import StatsSum
+from quire_server.engine.supervisor import EngineState, Supervisor, WeightsMemory
+from quire_server.errors import ReplicaLost
+
+ALIVE_SECONDS = 0.5  # between two signs of life of an engine
+MOST_LOSSES = 2  # of a request's engines, without a token in between; it gets no third one
+_MOST_ENDED = 4096  # ended requests whose replica is known to `inspect`
+
+# A stream lost its replica; the replica with a part of the prompt cached; or else by what is ahead of it.
+ROUTE_REASONS = ("moved", "cached", "load")
+
+log = logging.getLogger("quire.replicas")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Replica:
+    """One supervisor and what the front knows of its engine."""
+
+    name: str
+    supervisor: Supervisor
+    draining: bool = False
+    streams: dict[str, Stream] = field(default_factory=dict)  # by the client's request id
+    tokens_ahead: int = 0  # prompt tokens of streams without an output since they came here
+
+    @property
+    def numerics(self) -> str:
+        plan = self.supervisor.plan
+        return "" if plan is None else plan.numerics
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Stream:
+    """A live request: which engine has it, under which name.
+
+    Every engine that it moves to gets it under another name, its epoch, so that outputs of an earlier one belong to no
+    stream.
+    """
+
+    request: GenerationRequest
+    replica: Replica | None = None  # None: no engine can take it
+    entry: JournalEntry | None = None  # while no replica has it
+    epoch: int = 0
+    unanswered: int = 0  # prompt tokens, until its first output from this replica
+    numerics: str = ""  # of the engine that its tokens are from; empty: none yet
+    moved_at: float | None = None  # when it lost its engine, until its next output
+    timer: asyncio.TimerHandle | None = None  # the end of the wait for an engine
+
+    @property
+    def run_id(self) -> str:
+        """Its name in the engine."""
+        return f"{self.request.request_id}{EPOCH}{self.epoch}" if self.epoch else self.request.request_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaRow:
+    """A replica for operators."""
+
+    name: str
+    state: str  # of its supervisor
+    draining: bool
+    streams: int
+    prompt_tokens_ahead: int
+    restarts: int
+    numerics: str
+    pid: int | None  # of its engine; None: there is none
+
+    @property
+    def is_up(self) -> bool:
+        return self.state == EngineState.READY.value
+
+
+class ReplicaSet:
+    """N supervisors as one engine: see `quire_server.engine.engines.Engines`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        policy: RestartPolicy,
+        *,
+        count: int,
+        router: Router,
+        failover_seconds: float = 30.0,
+        shares: Sequence[CoreShare] = (),
+        stderr: int | None = None,
+        make: Callable[..., Supervisor] = Supervisor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`config` is for all together: its threads and its memory are divided. `shares`: the cores of each; empty:
+        not known. `failover_seconds`: how long a stream waits for an engine where none is left. `make`: called as
+        `Supervisor` is.
+        """
+        self.on_step: Callable[[StepOutput], None] = lambda _: None
+        self.on_restart: Callable[[], None] = lambda: None
+        self.on_route: Callable[[str], None] = lambda _: None  # called with each decision's reason, of ROUTE_REASONS
+        self.on_move: Callable[[], None] = lambda: None  # a stream has lost its engine, or is drained off it
+        self.on_moved: Callable[[float], None] = lambda _: None  # its next token came after so many seconds
+        self.num_replicas = count
+        self.quarantine = Quarantine()
+        self.dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._config = divided_config(config, count)
+        self._policy, self._router, self._make, self._clock = policy, router, make, clock
+        self._failover_seconds = failover_seconds
+        self._shares, self._stderr = list(shares), stderr
+        self._weights: dict[int, WeightsMemory] = {}  # by memory node, so that each reads its own
+        self._replicas: dict[str, Replica] = {}
+        self._streams: dict[str, Stream] = {}
+        self._ended: dict[str, tuple[str, str]] = {}  # the last ended requests: replica, id there
+        self._supervisors: dict[str, Supervisor] = {}
+        self._questions = ReplicaQuestions(self._supervisors, self._find)
+        self.inspect = self._questions.inspect
+        self._add_replica(self._config)
+        self._sums = StatsSum()
+        self._stopped = False
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self) -> EnginePlan:
+        """Start all engines; returns the first one's plan. Raises as `Supervisor.start` does for any of them.
+
+        The others start when the first is ready: they take its pool size and instruction set, and its packed weights
+        from memory.
+        """
+        (first,) = self._supervisors.values()
+        plan = await first.start()
+        later = for_later_engines(self._config, plan)
+        others = [self._add_replica(later) for _ in range(1, self.num_replicas)]
+        starting = [asyncio.create_task(each.supervisor.start()) for each in others]
+        try:
+            plans = await asyncio.gather(*starting)
+        finally:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+        if any(other.checkpoint != plan.checkpoint for other in plans):
+            raise ModelLoadError(f"{plan.model}: its files changed on disk while the replicas started")
+        if any(other.numerics != plan.numerics for other in plans):
+            log.warning("not all replicas compute the same bits: streams move among those that do")
+        for name in self._replicas:
+            self._router.joins(name)
+            self._sums.take(name, _empty(plan))
+        return plan
+
+    async def stop(self) -> None:
+        """End all engines; unfinished requests end with an error. Idempotent."""
+        self._stopped = True
+        await asyncio.gather(*(each.stop() for each in self._supervisors.values()))
+        for stream in list(self._streams.values()):
+            self._fail(stream, "the server is shutting down")
+
+    @property
+    def progress(self) -> LoadProgress | None:
+        """The progress of the start that is least far, as last reported."""
+        return min(self._supervisors.values(), key=lambda each: each.load_ratio()).progress
+
+    def load_ratio(self) -> float:
+        """The mean progress of all loads, 0 to 1; 1 once every engine is ready."""
+        return sum(each.load_ratio() for each in self._supervisors.values()) / self.num_replicas
+
+    def trouble(self) -> str | None:
+        """Why no engine serves now, in a few words; None: at least one does."""
+        troubles = [each.trouble() for each in self._supervisors.values()]
+        return None if None in troubles else troubles[0]
+
+    def overdue_seconds(self) -> float:
+        """Seconds since all engines should have been killed and replaced; below 0 one is not overdue."""
+        return min(each.overdue_seconds() for each in self._supervisors.values())
+
+    def health(self) -> EngineHealth:
+        healths = [each.health() for each in self._supervisors.values()]
+        return EngineHealth(
+            alive=any(each.alive for each in healths),
+            step_id=max(each.step_id for each in healths),
+            has_work=bool(self._streams),
+        )
+
+    def rows(self) -> list[ReplicaRow]:
+        """All replicas, for operators."""
+        return [
+            ReplicaRow(
+                name=each.name,
+                state=each.supervisor.state.value,
+                draining=each.draining,
+                streams=len(each.streams),
+                prompt_tokens_ahead=each.tokens_ahead,
+                restarts=each.supervisor.restarts,
+                numerics=each.numerics,
+                pid=each.supervisor.pid,
+            )
+            for each in self._replicas.values()
+        ]
+
+    def _add_replica(self, config: EngineConfig) -> Replica:
+        number = len(self._replicas)
+        share = self._shares[number] if self._shares else None
+        weights = self._weights.setdefault(0 if share is None else share.node, WeightsMemory())
+        supervisor = self._make(
+            config,
+            self._policy,
+            stderr=self._stderr,
+            cpus=() if share is None else share.cpus,
+            weights=weights,
+            quarantine=self.quarantine,
+        )
+        made = self._replicas[str(number)] = Replica(name=str(number), supervisor=supervisor)
+        self._supervisors[made.name] = supervisor
+        supervisor.on_step = lambda step: self._deliver(made, step)
+        supervisor.on_restart = lambda: self.on_restart()  # noqa: PLW0108 - it is set later
+        supervisor.on_lost = lambda: self._lost(made)
+        supervisor.on_ready = lambda: self._ready(made)
+        return made
+
+    # ---------------------------------------------------------------- requests
+
+    def submit(self, request: GenerationRequest) -> None:
+        stream = self._streams[request.request_id] = Stream(request=request)
+        self._place(stream, JournalEntry(request))
+
+    def abort(self, request_id: str) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            if stream.replica is not None:
+                stream.replica.supervisor.abort(stream.run_id)
+            self._forget(stream)
+
+    def hold_request(self, request_id: str) -> None:
+        self._set_held(request_id, is_held=True)
+
+    def release_request(self, request_id: str) -> None:
+        self._set_held(request_id, is_held=False)
+
+    def _set_held(self, request_id: str, *, is_held: bool) -> None:
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        if stream.entry is not None:
+            stream.entry.held = is_held
+        elif stream.replica is not None:
+            supervisor = stream.replica.supervisor
+            (supervisor.hold_request if is_held else supervisor.release_request)(stream.run_id)
+
+    def _place(self, stream: Stream, entry: JournalEntry) -> None:
+        """Give a request to the replica that the policy chooses, or let it wait for one."""
+        entry.request = stream.request
+        chosen = self._choose(stream, entry)
+        if chosen is None:
+            stream.entry = entry
+            if self._stopped or self._are_dead():
+                self._fail(stream, "the engine is not running")
+            elif stream.timer is None:
+                loop = asyncio.get_running_loop()
+                stream.timer = loop.call_later(self._failover_seconds, self._give_up, stream)
+            return
+        if stream.timer is not None:
+            stream.timer.cancel()
+        stream.entry = stream.timer = None
+        route, blocks = chosen
+        target = stream.replica = self._replicas[route.name]
+        target.streams[stream.request.request_id] = stream
+        stream.unanswered = num_known_tokens(entry)
+        target.tokens_ahead += stream.unanswered
+        request = self._router.sent(stream.request, route, blocks, self._clock())
+        entry.request = replace(request, request_id=stream.run_id) if stream.epoch else request
+        self.on_route("moved" if stream.epoch else "cached" if route.hit_blocks else "load")
+        target.supervisor.adopt(entry)
+
+    def _choose(self, stream: Stream, entry: JournalEntry) -> tuple[Route, tuple[int, ...]] | None:
+        cohort = stream.numerics if entry.has_tokens else ""
+        return self._router.choose(entry, stream.request.request_id, cohort, self._standings(), self._clock())
+
+    def _standings(self) -> list[Standing]:
+        """The replicas as a policy sees them. One that looks for a culprit gets nothing while another is there."""
+        replicas = [each for each in self._replicas.values() if each.supervisor.plan is not None]
+        ready = [each for each in replicas if each.supervisor.state is EngineState.READY and not each.draining]
+        sound = [each for each in ready if not each.supervisor.is_proving] or ready
+        return [
+            Standing(
+                name=each.name,
+                cohort=each.numerics,
+                state="ready" if each in sound else "draining" if each.draining else "silent",
+                limits=each.supervisor.plan.scheduler.limits,
+                tokens_ahead=each.tokens_ahead,
+                requests=len(each.streams),
+                stats=self._sums.of(each.name),
+            )
+            for each in replicas
+            if each.supervisor.plan is not None
+        ]
+
+    def _are_dead(self) -> bool:
+        return all(each.state is EngineState.DEAD for each in self._supervisors.values())
+
+    def _leave(self, stream: Stream) -> None:
+        """No replica has the request any more."""
+        if stream.replica is not None:
+            stream.replica.streams.pop(stream.request.request_id, None)
+            stream.replica.tokens_ahead -= stream.unanswered
+            stream.unanswered, stream.replica = 0, None
+            self._router.forget(stream.request.request_id)
+
+    def _forget(self, stream: Stream) -> None:
+        """The request has ended."""
+        request_id = stream.request.request_id
+        if stream.replica is not None:
+            self._ended[request_id] = stream.replica.name, stream.run_id
+            if len(self._ended) > _MOST_ENDED:
+                del self._ended[next(iter(self._ended))]
+        self._leave(stream)
+        if stream.timer is not None:
+            stream.timer.cancel()
+        self._streams.pop(request_id, None)
+
+    def _fail(self, stream: Stream, message: str, *, code: str = "", culprit: bool = False) -> None:
+        entry = stream.entry or JournalEntry(stream.request)
+        entry.request = stream.request
+        self._forget(stream)
+        outputs = entry.failure(message, code=code, culprit=culprit)
+        self.on_step(StepOutput(step_id=0, outputs=outputs, stats=EngineStats()))
+
+    def _give_up(self, stream: Stream) -> None:
+        log.error("a request has waited %g s for an engine: it is given up", self._failover_seconds)
+        self._fail(stream, "its replica was lost, and no other one can go on with it", code=ReplicaLost.default_code)
+
+    # ---------------------------------------------------------------- outputs
+
+    def _deliver(self, source: Replica, step: StepOutput) -> None:
+        """Pass a step's outputs on, under the clients' ids; outputs of an earlier epoch are dropped."""
+        outputs = tuple(each for output in step.outputs if (each := self._own(source, output)) is not None)
+        self._router.observe(source.name, step)
+        stats = self._sums.take(source.name, step.stats) if step.stats.blocks_total else EngineStats()
+        self.on_step(StepOutput(step_id=step.step_id, outputs=outputs, stats=stats))
+
+    def _own(self, source: Replica, output: TokenOutput) -> TokenOutput | None:
+        """The output with the client's id; None if it is not from the engine that has the request now."""
+        request_id = output.request_id.partition(EPOCH)[0]
+        stream = self._streams.get(request_id)
+        if stream is None or stream.replica is not source or stream.run_id != output.request_id:
+            return None
+        if stream.unanswered:
+            source.tokens_ahead -= stream.unanswered
+            stream.unanswered = 0
+            self._router.answered(request_id, self._clock())
+        stream.numerics = source.numerics
+        if stream.moved_at is not None:
+            self.on_moved(self._clock() - stream.moved_at)
+            stream.moved_at = None
+        if output.finish is not None and not source.supervisor.has(output.request_id):
+            self._forget(stream)
+        return output if output.request_id == request_id else replace(output, request_id=request_id)
+
+    # ---------------------------------------------------------------- moves
+
+    def _lost(self, source: Replica) -> None:
+        """A replica has no engine for now, or for good: others go on with its streams.
+
+        Requests under suspicion stay: the replica's next engine gets them one at a time, so that no other engine, with
+        all that it runs, pays for the proof. They move only where that engine does not come.
+        """
+        if self._stopped:
+            return
+        stats = self._sums.lost(source.name)
+        self._router.joins(source.name)
+        is_dead = source.supervisor.state is EngineState.DEAD
+        self._move(source, source.supervisor.surrender(suspects=is_dead))
+        self.on_step(StepOutput(step_id=0, outputs=(), stats=stats))
+        if not is_dead:
+            asyncio.get_running_loop().call_later(self._failover_seconds, self._overdue, source)
+        elif self._are_dead():
+            for stream in list(self._streams.values()):
+                self._fail(stream, "the engine could not be restarted")
+            if not self.dead.done():
+                self.dead.set_result(None)
+
+    def _overdue(self, source: Replica) -> None:
+        """The replica's next engine should be there; if it is not, others take what waits for it."""
+        if not self._stopped and source.supervisor.state is EngineState.RESTARTING:
+            self._move(source, source.supervisor.surrender(suspects=True))
+
+    def _ready(self, arrived: Replica) -> None:
+        """A replica has an engine again: streams that wait for one get it, the oldest first."""
+        if arrived.supervisor.plan is not None:
+            log.info("replica %s is ready again", arrived.name)
+        waiting = [stream for stream in self._streams.values() if stream.entry is not None]
+        for stream in sorted(waiting, key=_age):
+            if stream.entry is not None:
+                self._place(stream, stream.entry)
+        for each in self._replicas.values():
+            if each.draining:
+                self._empty(each)
+
+    def _move(self, source: Replica, entries: Iterable[JournalEntry]) -> None:
+        """Give requests that a replica has given up to others, the oldest first."""
+        found = [(self._streams.get(entry.request.request_id.partition(EPOCH)[0]), entry) for entry in entries]
+        moving = sorted(
+            ((stream, entry) for stream, entry in found if stream is not None), key=lambda pair: _age(pair[0])
+        )
+        if moving:
+            log.warning("%d streams of replica %s go on with others", len(moving), source.name)
+        now = self._clock()
+        for stream, entry in moving:
+            self._leave(stream)
+            stream.epoch += 1
+            if entry.is_suspected and entry.strikes >= MOST_LOSSES:
+                self.quarantine.add(stream.request, time.monotonic())
+                stream.entry = entry
+                self._fail(stream, "engines were lost with this request; it will not be tried again", culprit=True)
+                continue
+            if not entry.held:
+                stream.moved_at = stream.moved_at or now
+            self.on_move()
+            self._place(stream, entry)
+
+    def _empty(self, source: Replica) -> None:
+        """Move the streams of a replica that drains, as long as another one can take them."""
+        for stream in sorted(source.streams.values(), key=_age):
+            probe = JournalEntry(stream.request)
+            if stream.numerics:
+                probe.finished = {0}  # has output: it stays in its cohort
+            if self._choose(stream, probe) is None:
+                continue
+            entry = source.supervisor.take(stream.run_id)
+            if entry is not None:
+                self._move(source, [entry])
+
+    # ---------------------------------------------------------------- operators
+
+    def drain(self, name: str, *, draining: bool) -> ReplicaRow | None:
+        """Let a replica take nothing new, and others go on with its streams; or undo that. None: there is none."""
+        found = self._replicas.get(name)
+        if found is None:
+            return None
+        found.draining = draining
+        if draining:
+            self._empty(found)
+        else:
+            self._ready(found)
+        return next(row for row in self.rows() if row.name == name)
+
+    async def control(self, what: str, argument: str = "{}") -> bytes:
+        """The sum of an order's effects on all engines that run. Raises as `Supervisor.control` does, if any does."""
+        names = [name for name, each in self._supervisors.items() if each.state is EngineState.READY]
+        return await self._questions.control(names, what, argument)
+
+    def _find(self, request_id: str) -> tuple[str, str] | None:
+        """The replica that has the request, or had it last, and the request's id there."""
+        stream = self._streams.get(request_id)
+        if stream is None or stream.replica is None:
+            return self._ended.get(request_id)
+        return stream.replica.name, stream.run_id
+
+
+def divided_config(config: EngineConfig, count: int) -> EngineConfig:
+    """The configuration of each of `count` engines: threads and memory that are named are for all together."""
+    return replace(
+        config,
+        replicas=count,
+        tells_prefixes=True,
+        alive_seconds=ALIVE_SECONDS,
+        num_threads=None if config.num_threads is None else max(1, config.num_threads // count),
+        kv_memory=None if config.kv_memory is None else config.kv_memory // count,
+    )
+
+
+def whole_plan(plan: EnginePlan, count: int) -> EnginePlan:
+    """The plan of `count` engines with one plan, for sums: their pools together."""
+    if count == 1:
+        return plan
+    scheduler = replace(plan.scheduler, num_blocks=count * plan.scheduler.num_blocks)
+    return replace(plan, kv_bytes=count * plan.kv_bytes, num_threads=count * plan.num_threads, scheduler=scheduler)
+
+
+def _empty(plan: EnginePlan) -> EngineStats:
+    blocks = plan.scheduler.num_blocks
+    return EngineStats(blocks_total=blocks, blocks_free=blocks, host_blocks_total=plan.scheduler.num_host_blocks)
+
+
+def _age(stream: Stream) -> float:
+    return stream.request.arrival_time
