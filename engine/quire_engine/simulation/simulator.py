@@ -54,28 +54,33 @@ class Simulation:
 
     def run(self, rows: Sequence[TraceRow], *, speed: float = 1.0) -> Outcome:
         """Serve the whole load to its end; arrivals come `speed` times as fast."""
-        outcome, scheduler = self.outcome, self._scheduler
-        dues = [row.at / speed + self._cost.request for row in rows]
-        next_row = 0
-        while next_row < len(rows) or scheduler.has_work or self._in_flight:
-            while next_row < len(rows) and dues[next_row] <= self._now:
-                self._arrive(rows[next_row], next_row, rows[next_row].at / speed)
-                next_row += 1
-            due = dues[next_row] if next_row < len(rows) else float("inf")
-            if not scheduler.has_work and not self._in_flight:
-                self._now = max(self._now, due)
-                continue
-            if not (self._leaps and self._leap(due)):
+        for number, row in enumerate(rows):
+            sent = row.at / speed
+            self.advance(sent + self._cost.request)
+            self.arrive(row, number, sent)
+        self.advance(float("inf"))
+        return self.finish()
+
+    def advance(self, until: float) -> None:
+        """Take steps until the clock is at `until` or, by the rest of a step, behind it; without work it rests."""
+        scheduler = self._scheduler
+        while (scheduler.has_work or self._in_flight) and self._now < until:
+            if not (self._leaps and self._leap(until)):
                 self._step()
+        if until < float("inf"):
+            self._now = max(self._now, until)
+
+    def finish(self) -> Outcome:
+        """The outcome with the counts of the whole run."""
+        outcome, stats = self.outcome, self._scheduler.stats()
         outcome.seconds = self._now
-        stats = scheduler.stats()
         outcome.total_preemptions, outcome.evictions = stats.total_preemptions, stats.total_kv_evictions
         outcome.preemptions_by_cause = stats.total_preemptions_by_cause
         outcome.recomputed_tokens = stats.total_recomputed_tokens
         outcome.guessed_tokens, outcome.guessed_right = stats.total_draft_tokens, stats.total_accepted_tokens
         return outcome
 
-    def _arrive(self, row: TraceRow, number: int, at: float) -> None:
+    def arrive(self, row: TraceRow, number: int, at: float) -> None:
         """Into the queue if it has room, as the server decides; `at`: when it was sent."""
         served = Served(row=row, number=number, at=at)
         self.outcome.requests.append(served)
