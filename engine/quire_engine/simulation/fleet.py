@@ -182,7 +182,7 @@ class FleetOutcome:
     counts: list[int]  # requests sent to each replica
     moved: int = 0  # streams and requests that went elsewhere after a loss
     ratios: list[float] = field(default_factory=list)  # seen TTFT over the predicted one, of each request
-    switches: list[int] = field(default_factory=list)  # the replica of each request, in order of arrival
+    chosen: list[int] = field(default_factory=list)  # the replica of each request that was sent, in order
 
 
 @dataclass(slots=True, kw_only=True)
@@ -311,7 +311,7 @@ class FleetSimulation:
         sent.replica, sent.predicted, sent.routed_at = chosen, route.predicted_ttft, at
         self._index.sent(route.name, request.request_id, blocks)
         self._found.counts[chosen] += 1
-        self._found.switches.append(chosen)
+        self._found.chosen.append(chosen)
         self._open[chosen].add(number)
         if chosen in self._gone:  # nobody is there; what is sent now is moved when that is noticed
             sent.parts.append(Served(row=row, number=number, at=at))
