@@ -191,11 +191,15 @@ def _place(value: float, low: float, high: float) -> float:
     return log10(value / low) / log10(high / low)
 
 
-def pairs_in_order(first: Sequence[float], second: Sequence[float]) -> tuple[int, int]:
-    """(pairs that both put into the same order, all pairs) of two lists of the same things' values."""
+def pairs_in_order(first: Sequence[float], second: Sequence[float], apart: float = 0.05) -> tuple[int, int]:
+    """(pairs that both put into the same order, all pairs) of two lists of the same things' values.
+
+    Pairs that are less than `apart` apart in the first list have no order.
+    """
     same = total = 0
     for one in range(len(first)):
         for other in range(one + 1, len(first)):
-            total += 1
-            same += (first[one] - first[other]) * (second[one] - second[other]) > 0
+            if abs(first[one] - first[other]) > apart * max(abs(first[one]), abs(first[other])):
+                total += 1
+                same += (first[one] - first[other]) * (second[one] - second[other]) > 0
     return same, total

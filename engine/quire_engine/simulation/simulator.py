@@ -17,7 +17,7 @@ from quire_engine.errors import InfeasibleRequest
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculation
 from quire_engine.simulation.guessing import SimulatedDrafter, drawn
-from quire_engine.simulation.leap import held_blocks, leap
+from quire_engine.simulation.leap import held_blocks, leap, prompt_leap
 from quire_engine.simulation.outcome import Moment, Outcome, Served
 from quire_engine.simulation.requests import as_request, number_of, own_token
 from quire_engine.simulation.setup import Setup
@@ -186,7 +186,8 @@ class Simulation:
 
     def _leap(self, due: float) -> bool:
         """Take all steps at once that only repeat the last; False if not even two do."""
-        taken = leap(self._scheduler, self._cost, self._now, due, lambda name: self._live[name].num_left)
+        asked = (self._scheduler, self._cost, self._now, due, lambda name: self._live[name].num_left)
+        taken = leap(*asked) or prompt_leap(*asked)
         if taken is None:
             return False
         outcome, gaps = self.outcome, self.outcome.gaps
@@ -206,9 +207,9 @@ class Simulation:
             outcome.steps += 1
             outcome.block_steps += used
             outcome.busy_seconds += end - begins
-            self._note_moment(begins, used, running)
+            self._note_moment(begins, used, running + bool(taken.prompt_tokens))
             begins = end
-        outcome.computed_tokens += count * running
+        outcome.computed_tokens += count * running + sum(taken.prompt_tokens)
         outcome.decode_tokens += count * running
         self._now = self._free_at = taken.ends[-1]
         return True

@@ -146,24 +146,9 @@ def _fit(given: argparse.Namespace, fleet: Fleet, rows: Sequence[TraceRow], cons
 
 def _print(title: str, reports: Sequence[FleetReport], console: Console) -> None:
     table = Table(title=title, title_justify="left")
-    table.add_column("policy")
-    for column in (
-        *(
-            "cached",
-            "TTFT p50",
-            "p95",
-            "p99",
-            "in time",
-            "ITL p95",
-            "E2E p95",
-            "load",
-            "busy",
-            "Jain",
-            "seen/predicted",
-        ),
-        *("moved", "refused"),
-    ):
-        table.add_column(column, justify="right")
+    table.add_column("policy", no_wrap=True)
+    for column in ("cached", "TTFT p50", "p95", "p99", "in time", "ITL p95", "load", "Jain", "seen/told"):
+        table.add_column(column, justify="right", no_wrap=True)
     for one in reports:
         found = one.report
         table.add_row(
@@ -172,16 +157,15 @@ def _print(title: str, reports: Sequence[FleetReport], console: Console) -> None
             *(duration(value) for value in (found.ttft.p50, found.ttft.p95, found.ttft.p99)),
             f"{one.in_time:.1%}",
             duration(found.itl.p95),
-            duration(found.e2e.p95),
             f"{one.load:.2f}",
-            f"{one.busy:.0%}",
             "-" if found.jain is None else f"{found.jain:.3f}",
             "-" if one.error_p50 is None else f"{one.error_p50:.2f}",
-            f"{one.moved:,}",
-            f"{sum(found.refused.values()):,}",
         )
     console.print(table)
     for one in reports:
+        refused = sum(one.report.refused.values())
+        rest = f"busy {one.busy:.0%}, E2E p95 {duration(one.report.e2e.p95)}, {one.moved:,} moved, {refused:,} refused"
+        console.print(f"  {one.route:<16}{rest}", highlight=False)
         for name, measured in one.report.misses.items():
             console.print(f"MISSED by {one.route}: {name} is {duration(measured)}", highlight=False)
 
@@ -201,7 +185,8 @@ def _print_agreement(step: Sequence[FleetReport], coarse: Sequence[FleetReport],
         console.print(f"coarse against step, {name} {statistic}: {apart}", highlight=False)
     mine, other = ([one.hits for one in each] for each in (step, coarse))
     found, pairs = pairs_in_order(mine, other)
-    console.print(f"coarse against step: {same + found} of {total + pairs} pairs in the same order", highlight=False)
+    text = f"{same + found} of {total + pairs} pairs that are 5 % apart in the same order"
+    console.print(f"coarse against step: {text}", highlight=False)
 
 
 def print_fleet_plan(
