@@ -160,7 +160,8 @@ def _contenders(able: Sequence[ReplicaView], depths: dict[str, int], last: str) 
         least = float("inf")
         works = _works(views)
         held = [-depths.get(view.name, 0) for view in views] if depths else [0] * len(views)
-        for depth, work, number in sorted(zip(held, works, range(len(views)), strict=True)):
+        requests = [view.requests for view in views]  # of equals those with fewer
+        for depth, work, _, number in sorted(zip(held, works, requests, range(len(views)), strict=True)):
             if work < least:
                 least = work
                 few.append((work, depth, number, views[number]))
@@ -190,7 +191,7 @@ def _works(views: Sequence[ReplicaView]) -> list[float]:
 
 
 def _load(view: ReplicaView) -> tuple[int, int, int]:
-    """What breaks ties."""
+    """The load that breaks ties."""
     return view.requests, view.prompt_tokens_ahead, view.context
 
 

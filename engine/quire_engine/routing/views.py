@@ -48,7 +48,7 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteRequest:
-    """What a request's route depends on."""
+    """The properties of a request that its route depends on."""
 
     request_id: str
     prompt_tokens: int  # with the tokens that a moved stream has already

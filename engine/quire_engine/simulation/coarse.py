@@ -38,7 +38,7 @@ VIEW_SECONDS = 0.05  # how old a view may be: a replica tells of itself once a s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What makes a coarse replica as fast, and its cache as large, as the scheduler's; 1: as the cost model says."""
+    """Factors that make a coarse replica as fast, and its cache as large, as the scheduler's; 1: as computed."""
 
     seconds: float = 1.0  # of a step
     cache: float = 1.0  # tokens of the pool that may be cached
@@ -338,7 +338,7 @@ def _part(rows: Sequence[TraceRow], share: float) -> list[TraceRow]:
     """About this share of the load: requests with a common prefix come together or not at all.
 
     The prefix is as long as it must be for no group of them to be more than a tenth of the load: a prompt that all
-    share, as that of one system, tells nobody apart.
+    share, as that of one system, tells no requests apart.
     """
     if share >= 1:
         return list(rows)

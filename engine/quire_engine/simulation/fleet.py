@@ -40,7 +40,7 @@ class Fleet:
     route: str = "predicted_ttft"
     lose_at: tuple[float, ...] = ()  # seconds at which a replica is lost, the first one first
     silence: float = 2.0  # seconds until a loss is noticed
-    slow: float = 1.0  # the last replica takes so many times as long, and nobody says so
+    slow: float = 1.0  # the last replica takes so many times as long, and does not report it
     stale: float = 0.0  # seconds by which the index lags behind
     wrong_cost: float = 1.0  # the router's cost model is so many times the true one
 
@@ -72,7 +72,7 @@ class FleetReplica(Protocol):
         ...
 
     def view(self, now: float) -> ReplicaView:
-        """What the replica would tell a router."""
+        """The state that the replica reports to a router."""
         ...
 
     def send(self, row: TraceRow, number: int, at: float, blocks: tuple[int, ...], hit_blocks: int) -> Served:
@@ -80,11 +80,11 @@ class FleetReplica(Protocol):
         ...
 
     def first_tokens(self) -> list[FirstToken]:
-        """Those since the last call."""
+        """First tokens since the last call."""
         ...
 
     def prefixes(self) -> list[PrefixChanges]:
-        """What became of its cached blocks since the last call."""
+        """Changes of its cached blocks since the last call."""
         ...
 
     def finish(self) -> Outcome:
@@ -278,7 +278,7 @@ class FleetSimulation:
     def _happens(self, at: float, kind: int, replica: int) -> None:
         self._refresh(at, all_of_them=True)
         if kind == 0:
-            self._gone.add(replica)  # its view stays as it was, until somebody notices
+            self._gone.add(replica)  # its view stays as it was, until the loss is noticed
             return
         self._noticed.add(replica)
         name = self._labels[replica]
@@ -313,7 +313,7 @@ class FleetSimulation:
         self._found.counts[chosen] += 1
         self._found.chosen.append(chosen)
         self._open[chosen].add(number)
-        if chosen in self._gone:  # nobody is there; what is sent now is moved when that is noticed
+        if chosen in self._gone:  # the loss is not noticed yet; then the request is moved
             sent.parts.append(Served(row=row, number=number, at=at))
             return
         replica = self._replicas[chosen]

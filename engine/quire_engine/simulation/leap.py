@@ -77,7 +77,7 @@ def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float, num_left
 def prompt_leap(
     scheduler: Scheduler, cost: CostModel, now: float, due: float, num_left: Callable[[str], int]
 ) -> Leap | None:
-    """As `leap`, where besides the decodes one prompt is under way and nobody waits: all its chunks but the last.
+    """As `leap`, while no request waits and one prompt is under way beside decodes: all its chunks but the last.
 
     None if not even one step is like that.
     """
