@@ -131,6 +131,7 @@ class CoarseReplica:
             decodes=len(self._ends),
             context=int(self._context),
             blocks_free=max(int(free) // self._unit, 0),
+            blocks_blank=max(int(self._capacity - self._cached) // self._unit, 0),
             step_ends_in=max(self._now - now, 0.0) if self._active or self._ends else 0.0,
         )
 

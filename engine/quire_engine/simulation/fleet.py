@@ -149,6 +149,7 @@ class StepReplica(Simulation):
             decodes=decodes,
             context=context,
             blocks_free=self._scheduler._kv.num_available,
+            blocks_blank=self._scheduler._kv.num_available - self._scheduler._kv.num_cached,
             blocks_freed_rate=sum(blocks for _, blocks in self._freed) / _FREED_SECONDS,
             step_ends_in=max(self._now - now, 0.0) if self._live else 0.0,
         )

@@ -11,12 +11,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 from rich.table import Table
 
 from quire_engine.errors import ConfigError
-from quire_engine.routing.policy import route_policy
+from quire_engine.routing.policy import RoutePolicyName, route_policy
 from quire_engine.simulation.coarse import Fit, Fitted, fitted, simulate_coarsely
 from quire_engine.simulation.fleet import (
     MOST_STEP_REPLICAS,
@@ -49,7 +50,7 @@ def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
         "--route",
         default="predicted_ttft",
         metavar="NAME,...",
-        help="policies: predicted_ttft, cache_aware, least_tokens, round_robin [predicted_ttft]",
+        help=f"policies: {', '.join(get_args(RoutePolicyName))} [predicted_ttft]",
     )
     what.add_argument("--copies", type=whole_number, default=1, metavar="N", help="of a trace's users [1]")
     what.add_argument("--lose-replica", type=float, action="append", default=[], metavar="S", help="at S; repeatable")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -11,7 +12,7 @@ from quire_engine.cost_model import CostModel
 from quire_engine.errors import ConfigError
 from quire_engine.limits import SchedulerLimits
 from quire_engine.routing.index import PrefixIndex
-from quire_engine.routing.policy import route_policy
+from quire_engine.routing.policy import RoutePolicyName, route_policy
 from quire_engine.routing.views import NoReplica, ReplicaView, RouteRequest
 from quire_engine.types import PrefixChanges
 
@@ -19,7 +20,7 @@ COST = CostModel(step=0.01, row=1e-4, context=1e-8, prompt=((1, 0.011), (512, 0.
 LIMITS = SchedulerLimits(block_size=16, max_num_batched_tokens=2048, prefill_chunk=2048, itl_target=0.0)
 IDLE = ReplicaView(name="", cohort="one", state="ready", cost=COST, limits=LIMITS, blocks_total=4096, blocks_free=4096)
 BLOCKS = tuple(range(1, 65))
-NAMES = ("predicted_ttft", "round_robin", "least_tokens", "cache_aware")
+NAMES = get_args(RoutePolicyName)
 
 
 def fleet(count: int, **of_first: object) -> list[ReplicaView]:
@@ -104,6 +105,20 @@ def test_least_tokens_counts_tokens() -> None:
     assert route_policy("least_tokens").choose(request(), views, index(r0=60), 0.0).name == "r1"
 
 
+def test_least_requests_counts_requests() -> None:
+    views = fleet(2, prompt_tokens_ahead=5_000, requests=1)
+    views[1] = replace(views[1], prompt_tokens_ahead=100, requests=50)
+    assert route_policy("least_requests").choose(request(), views, index(r1=60), 0.0).name == "r0"
+
+
+def test_an_empty_replica_is_filled_before_others_evict() -> None:
+    """The common first block alone is no reason to displace what the others have cached."""
+    full = [replace(IDLE, name=f"r{number}", blocks_blank=0) for number in range(3)]
+    views = [*full, replace(IDLE, name="r3", blocks_blank=4096)]
+    route = route_policy("predicted_ttft").choose(request(), views, index(r0=4, r1=4, r2=4), 0.0)
+    assert route.name == "r3"
+
+
 def test_cache_aware_is_the_published_rule() -> None:
     policy = route_policy("cache_aware")
     assert policy.choose(request(), fleet(2, requests=50), index(r0=40), 0.0).name == "r0"  # a match of 0.6
@@ -111,7 +126,7 @@ def test_cache_aware_is_the_published_rule() -> None:
     assert route_policy("cache_aware").choose(request(), fleet(2, requests=3), index(r0=10), 0.0).name == "r1"
 
 
-@pytest.mark.parametrize("name", ["predicted_ttft", "least_tokens", "cache_aware"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "round_robin"])
 def test_ties_are_broken_by_load(name: str) -> None:
     views = fleet(3, requests=7)
     views[1] = replace(views[1], requests=3)
