@@ -121,8 +121,10 @@ class PredictedTtft:
 
     The last term is what the request takes from those that come after it: without it a short queue would win over a
     cached prefix too often. Where its blocks displace as much that is cached it counts a third time: without that a
-    replica with nothing cached would stay empty while the others evict. Replicas within 5 % of the best are equal. Of these the session's last one wins, then the
-    deepest hit, then the fewest tokens that decodes attend to.
+    replica with nothing cached would stay empty while the others evict.
+
+    Replicas within 5 % of the best are equal. Of these the session's last one wins, then the deepest hit, then the
+    fewest tokens that decodes attend to.
 
     Only replicas with the request's first block, and the least loaded one of each kind, can win, so only those are
     scored; of equal kind and with no deeper hit a more loaded one cannot win either.
@@ -135,7 +137,7 @@ class PredictedTtft:
         able = candidates(request, views)
         depths = index.depths(request.blocks)
         last = self._sessions.get(request.session, "") if request.session else ""
-        scored = [_scored(view, request, depths.get(view.name, 0)) for view in _contenders(able, depths, last)]
+        scored = [_scored(view, request, depths.get(view.name, 0)) for view in _contenders(able, request, depths, last)]
         least = min(one.score for one in scored)
         equals = [one for one in scored if one.score <= least * (1 + _EQUAL)]
         best = min(equals, key=lambda one: (one.view.name != last, -one.depth, one.view.context, _load(one.view)))
@@ -162,11 +164,17 @@ def route_policy(name: str) -> RoutePolicy:
     raise ConfigError(f"route policy {name!r} is unknown; use {', '.join(get_args(RoutePolicyName))}")
 
 
-def _contenders(able: Sequence[ReplicaView], depths: dict[str, int], last: str) -> list[ReplicaView]:
-    """The replicas that can win, at most `_MOST_SCORED` of those that hold something; and the session's last one."""
-    kinds: dict[tuple[int, int], list[ReplicaView]] = {}
+def _contenders(
+    able: Sequence[ReplicaView], request: RouteRequest, depths: dict[str, int], last: str
+) -> list[ReplicaView]:
+    """The replicas that can win, at most `_MOST_SCORED` of those that hold something; and the session's last one.
+
+    Replicas that evict for the request, and those that need not, are of two kinds.
+    """
+    kinds: dict[tuple[int, int, bool], list[ReplicaView]] = {}
+    lacking = able[0].limits.num_blocks_for(request.prompt_tokens)
     for view in able:
-        kinds.setdefault((id(view.cost), id(view.limits)), []).append(view)
+        kinds.setdefault((id(view.cost), id(view.limits), view.blocks_blank < lacking), []).append(view)
     few: list[tuple[float, int, int, ReplicaView]] = []
     for views in kinds.values():
         least = float("inf")
