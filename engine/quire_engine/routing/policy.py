@@ -187,7 +187,10 @@ def _contenders(
                 few.append((work, depth, number, views[number]))
     if len(few) > _MOST_SCORED:
         deepest = min(few, key=lambda entry: entry[1])
-        few = [deepest, *[entry for entry in sorted(few)[:_MOST_SCORED] if entry is not deepest]]
+        few = [
+            deepest,
+            *[entry for entry in sorted(few, key=lambda entry: entry[:3])[:_MOST_SCORED] if entry is not deepest],
+        ]
     found = [entry[-1] for entry in few]
     if last and all(view.name != last for view in found):
         found += [view for view in able if view.name == last]

@@ -26,7 +26,7 @@ from quire_engine.simulation.setup import parse_settings, setup
 from quire_engine.simulation.slo import parse_slo
 from quire_engine.simulation.traces import TraceError
 from quire_server.checkpoint.locate import checkpoint_directory
-from quire_server.commands.planning.fleets import add_fleet_flags, print_fleet_plan
+from quire_server.commands.planning.fleets import add_fleet_flags, print_fleet_plan, refuse_fleet_flags
 from quire_server.commands.planning.kv_plan import add_kv_flags, print_kv
 from quire_server.commands.planning.plan_section import Circumstances, section, write
 from quire_server.commands.showing.terminal import BAD_USAGE, DONE, FAILED, Parser, above_0, complain, wide_console
@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _search(given: argparse.Namespace, argv: Sequence[str], console: Console) -> int:
     gc.set_threshold(100_000)
+    refuse_fleet_flags(given, "--fleet")
     slo, rows = parse_slo(given.slo), asked_trace(given)
     cost, plain = read_cost(given.cost or DEFAULT_COST)
     fit_error = FitError.from_plain(plain["fit_error"]) if "fit_error" in plain else None

@@ -28,7 +28,7 @@ from quire_engine.simulation.simulator import simulate
 from quire_engine.simulation.slo import Slo, parse_slo
 from quire_engine.simulation.static_batching import StaticOutcome, simulate_static
 from quire_engine.simulation.traces import TraceError, TraceRow, read_trace
-from quire_server.commands.planning.fleets import add_fleet_flags, simulate_fleet
+from quire_server.commands.planning.fleets import add_fleet_flags, refuse_fleet_flags, simulate_fleet
 from quire_server.commands.planning.shown import print_report, print_static
 from quire_server.commands.showing.terminal import (
     BAD_USAGE,
@@ -146,6 +146,15 @@ def asked_trace(given: argparse.Namespace) -> tuple[TraceRow, ...]:
     return read_trace(given.trace, scale_length=given.scale_len, seed=given.seed)[: given.requests]
 
 
+def _check_fleet(given: argparse.Namespace) -> None:
+    """Refuse flags that a fleet does not read. Raises ConfigError."""
+    if given.trace is None:
+        raise ConfigError("--replicas needs a --trace")
+    for name in ("compare", "against", "max_tokens"):
+        if getattr(given, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} works without --replicas only")
+
+
 def _simulate(given: argparse.Namespace, console: Console) -> int:
     slo = parse_slo(given.slo) if given.slo else Slo()
     if given.lengths is not None:
@@ -157,9 +166,9 @@ def _simulate(given: argparse.Namespace, console: Console) -> int:
     else:
         rows, asked = asked_trace(given), asked_setup(given)
     if given.replicas is not None:
-        if given.trace is None:
-            raise ConfigError("--replicas needs a --trace")
+        _check_fleet(given)
         return simulate_fleet(given, rows, asked, slo, console)
+    refuse_fleet_flags(given, "--replicas")
     if given.max_tokens is not None:
         rows = tuple(replace(row, max_tokens=given.max_tokens) for row in rows)
     earlier = _earlier(given.against)

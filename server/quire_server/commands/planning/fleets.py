@@ -61,9 +61,30 @@ def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--fit-requests", type=whole_number, default=2000, metavar="N", help="of the coarse level [2000]")
 
 
+_DEFAULTS = {
+    "route": "predicted_ttft",
+    "copies": 1,
+    "lose_replica": [],
+    "silence": 2.0,
+    "slow_replica": 1.0,
+    "stale_index": 0.0,
+    "wrong_cost": 1.0,
+    "fit_requests": 2000,
+}
+
+
+def refuse_fleet_flags(given: argparse.Namespace, needed: str) -> None:
+    """Without a fleet its flags would do nothing. Raises ConfigError."""
+    for name, value in _DEFAULTS.items():
+        if getattr(given, name) != value:
+            raise ConfigError(f"--{name.replace('_', '-')} needs {needed}")
+
+
 def asked_fleet(given: argparse.Namespace, setup: Setup, replicas: int) -> tuple[Fleet, list[str]]:
     """The fleet that the flags describe, and the policies. Raises ConfigError."""
     routes = [name.strip() for name in given.route.split(",")]
+    if getattr(given, "plot", None) == "-":
+        raise ConfigError("--plot of a fleet needs a FILE for its SVG")
     for name in routes:
         route_policy(name)
     fleet = Fleet(
@@ -103,7 +124,9 @@ def simulate_fleet(
     reports: dict[str, list[FleetReport]] = {}
     plain: dict[str, object] = {"fleet": {**asdict(fleet), "replica": setup.settings()}}
     for name in names:
-        level = _Level(name=name, fitted=_fit(given, fleet, rows, console) if name == "coarse" else None)
+        level = _Level(
+            name=name, fitted=_fit(given, fleet, rows, console, given.scale_rate) if name == "coarse" else None
+        )
         runs = []
         for route in routes:
             one = replace(fleet, route=route)
@@ -133,9 +156,11 @@ def _levels(asked: str, replicas: int) -> list[str]:
     return ["step", "coarse"] if asked == "both" else [asked]
 
 
-def _fit(given: argparse.Namespace, fleet: Fleet, rows: Sequence[TraceRow], console: Console) -> Fitted:
+def _fit(
+    given: argparse.Namespace, fleet: Fleet, rows: Sequence[TraceRow], console: Console, speed: float = 1.0
+) -> Fitted:
     began = time.perf_counter()
-    found = fitted(fleet, rows, requests=given.fit_requests, speed=given.scale_rate)
+    found = fitted(fleet, rows, requests=given.fit_requests, speed=speed)
     console.print(
         f"coarse level fitted to 2 replicas of the scheduler on {found.requests:,} requests in"
         f" {duration(time.perf_counter() - began)}: steps x {found.fit.seconds:g}, cache x {found.fit.cache:g}; coarse"
@@ -229,8 +254,6 @@ def _plan_cells(plan: FleetPlan, cost: float) -> list[str]:
 
 
 def _plot(where: str, runs: Sequence[tuple[str, FleetOutcome]], title: str) -> None:
-    if where == "-":
-        raise ConfigError("--plot of a fleet needs a FILE for its SVG")
     try:
         Path(where).write_text(ttft_svg(runs, title), encoding="utf-8")
     except OSError as error:

@@ -186,6 +186,14 @@ def test_few_are_scored_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(predict(found, request(), chosen.hit_blocks)) <= 1.05 * least + 1e-9
 
 
+def test_many_kinds_of_replicas_are_compared_too() -> None:
+    views = [
+        replace(IDLE, name=f"x{number}", cost=replace(COST, step=0.01), limits=replace(LIMITS), requests=number)
+        for number in range(40)
+    ]
+    assert route_policy("predicted_ttft").choose(request(), views, index(), 0.0).name == "x0"
+
+
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'sticky' is unknown; use predicted_ttft, round_robin"):
         route_policy("sticky")
