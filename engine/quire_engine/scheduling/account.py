@@ -99,7 +99,7 @@ class Account:
         self.weight, self.max_running = weight, max_running
         if self.elsewhere is not None and elsewhere > self.elsewhere:
             self.virtual += (elsewhere - self.elsewhere) / weight
-        self.elsewhere = elsewhere
+        self.elsewhere = max(self.elsewhere or 0.0, elsewhere)  # fronts may know different sums: none is charged twice
 
     def lift(self, least: float) -> None:
         """The account's requests wait again: idle time gives no credit."""
