@@ -261,7 +261,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixChanges:
-    """What became of a replica's cached prompt blocks since the frame before, for a router's index.
+    """Changes of a replica's cached prompt blocks since the frame before, for a router's index.
 
     A block is named by the first 8 bytes of its hash; `block_hashes.short_name`.
     """

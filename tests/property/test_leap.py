@@ -17,7 +17,7 @@ COST = CostModel(step=0.01, row=0.0003, context=1.7e-6, prompt=((1, 0.01), (64, 
 ROWS = st.builds(
     TraceRow,
     at=st.floats(0, 5),
-    input_tokens=st.integers(1, 90),
+    input_tokens=st.integers(1, 90) | st.integers(100, 220),
     output_tokens=st.integers(1, 120),
     blocks=st.lists(st.integers(0, 3), max_size=4).map(tuple),
     block_tokens=st.just(20),
@@ -41,19 +41,28 @@ def state(simulation: Simulation) -> tuple[Any, ...]:
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(ROWS, min_size=1, max_size=12),
-    num_blocks=st.integers(14, 60),
+    num_blocks=st.integers(22, 60),
     max_num_seqs=st.integers(1, 6),
     policies=st.tuples(st.sampled_from(["fcfs", "priority", "wfq"]), st.sampled_from(["prompt", "expected"])),
     elder_age=st.sampled_from([0, 64]),
+    chunk=st.sampled_from([17, 48]),
+    itl_target=st.sampled_from([0.0, 0.02, 0.1]),
 )
 def test_a_leap_is_so_many_steps(
-    rows: list[TraceRow], num_blocks: int, max_num_seqs: int, policies: tuple[str, str], elder_age: int
+    *,
+    rows: list[TraceRow],
+    num_blocks: int,
+    max_num_seqs: int,
+    policies: tuple[str, str],
+    elder_age: int,
+    chunk: int,
+    itl_target: float,
 ) -> None:
     asked = replace(Setup(), cost=COST, max_num_queued_reqs=6).with_settings(
         [
-            *(("num_blocks", num_blocks), ("max_model_len", 256), ("max_num_seqs", max_num_seqs)),
-            *(("max_num_batched_tokens", 64), ("prefill_chunk", 48), ("scheduling_policy", policies[0])),
-            ("elder_age_steps", elder_age),
+            *(("num_blocks", num_blocks), ("max_model_len", 352), ("max_num_seqs", max_num_seqs)),
+            *(("max_num_batched_tokens", 64), ("prefill_chunk", chunk), ("scheduling_policy", policies[0])),
+            *(("elder_age_steps", elder_age), ("itl_target", itl_target)),
             ("admission", policies[1]),
         ]
     )
@@ -64,6 +73,14 @@ def test_a_leap_is_so_many_steps(
     by_leaps._scheduler.check_invariants()
     for mine, other in zip(state(by_leaps), state(by_steps), strict=True):
         assert mine == other
+    assert by_leaps._scheduler._itl.__dict__ == by_steps._scheduler._itl.__dict__
+    assert accounts(by_leaps) == accounts(by_steps)
+
+
+def accounts(simulation: Simulation) -> list[tuple[Any, ...]]:
+    tenants = simulation._scheduler._planner.accounts._by_tenant.values()
+    each = [account for tenant in tenants for account in (tenant, *tenant.sizes.values())]
+    return [(one.tenant, one.virtual, one.begun_tokens, one.prompt_tokens, one.output_tokens) for one in each]
 
 
 def test_leaps_are_taken() -> None:
@@ -75,3 +92,16 @@ def test_leaps_are_taken() -> None:
     simulation.run([TraceRow(at=float(i), input_tokens=20, output_tokens=100) for i in range(5)])
     assert sum(leapt) >= 5
     assert simulation.outcome.steps > 10 * len(leapt)
+
+
+def test_leaps_beside_a_prompt_are_taken() -> None:
+    """All its chunks but the last, though others decode."""
+    asked = replace(Setup(), cost=COST).with_settings([("max_num_batched_tokens", 128), ("prefill_chunk", 48)])
+    simulation, plans = Simulation(asked), []
+    schedule = simulation._scheduler.schedule
+    simulation._scheduler.schedule = lambda now: plans.append(now) or schedule(now)  # type: ignore[method-assign]
+    simulation.run(
+        [TraceRow(at=0.0, input_tokens=20, output_tokens=200), TraceRow(at=1, input_tokens=960, output_tokens=1)]
+    )
+    assert simulation.outcome.steps >= 200
+    assert len(plans) < 10

@@ -1,4 +1,4 @@
-"""What concerns the replicas together: fairness of tenants over all of them, and how many are wanted.
+"""The replicas together: fairness of tenants over all of them, and the number of replicas wanted.
 
 Promises: nothing here sees a clock; times are given. Must not know: sockets, clocks.
 """

@@ -1,4 +1,4 @@
-"""Route policies: predicted time to first token, and the three that it is compared with.
+"""Route policies: predicted time to first token, and the four that it is compared with.
 
 Promises: equal calls give equal routes; ties are broken by load, never by the order of the replicas. Must not know:
 sockets, clocks.
@@ -15,8 +15,9 @@ from quire_engine.errors import ConfigError
 from quire_engine.routing.prediction import NEVER_SLOWER, predicted_ttft
 from quire_engine.routing.views import Blocks, NoReplica, ReplicaView, Route, RoutePolicy, RouteRequest
 
-RoutePolicyName = Literal["predicted_ttft", "round_robin", "least_tokens", "cache_aware"]
+RoutePolicyName = Literal["predicted_ttft", "round_robin", "least_requests", "least_tokens", "cache_aware"]
 _EQUAL = 0.05  # share by which scores may differ and still count as equal
+_EVICTED = 1.0  # of the own work, once more where its blocks displace as many cached ones
 _MOST_SCORED = 16  # replicas
 _NO_BLOCK_SECONDS = 1.0  # by which a replica without a free block counts as more loaded
 _MOST_SESSIONS = 65_536  # remembered, the longest unused forgotten first
@@ -49,6 +50,14 @@ class RoundRobin:
         able = candidates(request, views)
         self._turn += 1
         return _route(able[self._turn % len(able)], request, index, "its turn")
+
+
+class LeastRequests:
+    """The replica with the fewest unfinished requests, of equals the one with fewer tokens."""
+
+    def choose(self, request: RouteRequest, views: Sequence[ReplicaView], index: Blocks, now: float) -> Route:  # noqa: ARG002
+        best = min(candidates(request, views), key=_load)
+        return _route(best, request, index, f"the fewest requests, {best.requests:,}")
 
 
 class LeastTokens:
@@ -111,8 +120,11 @@ class PredictedTtft:
     """The least predicted time to first token, plus the request's own work once more.
 
     The last term is what the request takes from those that come after it: without it a short queue would win over a
-    cached prefix too often. Replicas within 5 % of the best are equal. Of these the session's last one wins, then the
-    deepest hit, then the fewest tokens that decodes attend to.
+    cached prefix too often. Where its blocks displace as much that is cached it counts a third time: without that a
+    replica with nothing cached would stay empty while the others evict.
+
+    Replicas within 5 % of the best are equal. Of these the session's last one wins, then the deepest hit, then the
+    fewest tokens that decodes attend to.
 
     Only replicas with the request's first block, and the least loaded one of each kind, can win, so only those are
     scored; of equal kind and with no deeper hit a more loaded one cannot win either.
@@ -125,7 +137,7 @@ class PredictedTtft:
         able = candidates(request, views)
         depths = index.depths(request.blocks)
         last = self._sessions.get(request.session, "") if request.session else ""
-        scored = [_scored(view, request, depths.get(view.name, 0)) for view in _contenders(able, depths, last)]
+        scored = [_scored(view, request, depths.get(view.name, 0)) for view in _contenders(able, request, depths, last)]
         least = min(one.score for one in scored)
         equals = [one for one in scored if one.score <= least * (1 + _EQUAL)]
         best = min(equals, key=lambda one: (one.view.name != last, -one.depth, one.view.context, _load(one.view)))
@@ -143,6 +155,8 @@ def route_policy(name: str) -> RoutePolicy:
         return PredictedTtft()
     if name == "round_robin":
         return RoundRobin()
+    if name == "least_requests":
+        return LeastRequests()
     if name == "least_tokens":
         return LeastTokens()
     if name == "cache_aware":
@@ -150,23 +164,33 @@ def route_policy(name: str) -> RoutePolicy:
     raise ConfigError(f"route policy {name!r} is unknown; use {', '.join(get_args(RoutePolicyName))}")
 
 
-def _contenders(able: Sequence[ReplicaView], depths: dict[str, int], last: str) -> list[ReplicaView]:
-    """The replicas that can win, at most `_MOST_SCORED` of those that hold something; and the session's last one."""
-    kinds: dict[tuple[int, int], list[ReplicaView]] = {}
+def _contenders(
+    able: Sequence[ReplicaView], request: RouteRequest, depths: dict[str, int], last: str
+) -> list[ReplicaView]:
+    """The replicas that can win, at most `_MOST_SCORED` of those that hold something; and the session's last one.
+
+    Replicas that evict for the request, and those that need not, are of two kinds.
+    """
+    kinds: dict[tuple[int, int, bool], list[ReplicaView]] = {}
+    lacking = able[0].limits.num_blocks_for(request.prompt_tokens)
     for view in able:
-        kinds.setdefault((id(view.cost), id(view.limits)), []).append(view)
+        kinds.setdefault((id(view.cost), id(view.limits), view.blocks_blank < lacking), []).append(view)
     few: list[tuple[float, int, int, ReplicaView]] = []
     for views in kinds.values():
         least = float("inf")
         works = _works(views)
         held = [-depths.get(view.name, 0) for view in views] if depths else [0] * len(views)
-        for depth, work, number in sorted(zip(held, works, range(len(views)), strict=True)):
+        requests = [view.requests for view in views]  # of equals those with fewer
+        for depth, work, _, number in sorted(zip(held, works, requests, range(len(views)), strict=True)):
             if work < least:
                 least = work
                 few.append((work, depth, number, views[number]))
     if len(few) > _MOST_SCORED:
         deepest = min(few, key=lambda entry: entry[1])
-        few = [deepest, *[entry for entry in sorted(few)[:_MOST_SCORED] if entry is not deepest]]
+        few = [
+            deepest,
+            *[entry for entry in sorted(few, key=lambda entry: entry[:3])[:_MOST_SCORED] if entry is not deepest],
+        ]
     found = [entry[-1] for entry in few]
     if last and all(view.name != last for view in found):
         found += [view for view in able if view.name == last]
@@ -190,13 +214,15 @@ def _works(views: Sequence[ReplicaView]) -> list[float]:
 
 
 def _load(view: ReplicaView) -> tuple[int, int, int]:
-    """What breaks ties."""
+    """The load that breaks ties."""
     return view.requests, view.prompt_tokens_ahead, view.context
 
 
 def _scored(view: ReplicaView, request: RouteRequest, depth: int) -> _Scored:
     ttft, own = predicted_ttft(view, request, depth)
-    return _Scored(view, depth, ttft, ttft + own)
+    lacking = max(view.limits.num_blocks_for(request.prompt_tokens) - depth, 1)
+    evicted = max(lacking - view.blocks_blank, 0) / lacking
+    return _Scored(view, depth, ttft, ttft + own * (1 + _EVICTED * evicted))
 
 
 def _route(view: ReplicaView, request: RouteRequest, index: Blocks, why: str) -> Route:

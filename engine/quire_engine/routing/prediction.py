@@ -10,6 +10,8 @@ from math import exp2
 from quire_engine.routing.views import ReplicaView, RouteRequest
 
 _KEEP = 0.9  # of the earlier mean with each further first token
+_PRIOR_SECONDS = 1.0  # of a replica of which nothing is known, seen and predicted
+_LITTLE = 0.05  # seconds that any first token may be late
 _FORGET_SECONDS = 30.0  # in which a replica that gets no work is half forgiven
 NEVER_SLOWER = 5.0  # slowness beyond which a replica gets no new work while others may have it
 _UNKNOWN_SECONDS = 1.0  # of waiting for blocks where nothing is known of how fast they come back
@@ -74,20 +76,24 @@ def predicted_ttft(view: ReplicaView, request: RouteRequest, hit_blocks: int) ->
 
 
 class Slowness:
-    """A replica's seen TTFT over the predicted one, as a running mean; without news it returns to 1."""
+    """A replica's seen TTFT over the predicted one, as a running mean; without news it returns to 1.
+
+    Sums of seconds are compared, so that the many short first tokens, which a single step makes twice as long, say
+    less than the long ones.
+    """
 
     def __init__(self) -> None:
-        self._ratio = 1.0
+        self._predicted = self._seen = _PRIOR_SECONDS
         self._at = 0.0
 
     def observe(self, *, predicted: float, seen: float, now: float) -> None:
         """A first token has come, `seen` seconds after its request was sent."""
-        if predicted > 0.0:
-            one = min(max(seen / predicted, 1 / 16), 16.0)  # a single odd request says little
-            self._ratio = _KEEP * self.ratio(now) + (1 - _KEEP) * one
-            self._at = now
+        self._predicted = _KEEP * self._predicted + (1 - _KEEP) * predicted
+        self._seen = _KEEP * self._seen + (1 - _KEEP) * seen
+        self._at = now
 
     def ratio(self, now: float) -> float:
         """The factor on predictions now."""
         age = max(now - self._at, 0.0)
-        return 1.0 + (self._ratio - 1.0) * exp2(-age / _FORGET_SECONDS)
+        ratio = (self._seen + _LITTLE) / (self._predicted + _LITTLE)
+        return 1.0 + (ratio - 1.0) * exp2(-age / _FORGET_SECONDS)

@@ -40,6 +40,7 @@ class ReplicaView:
     context: int = 0  # tokens that they attend to together
     blocks_total: int = 0  # of its pool
     blocks_free: int = 0  # free or cached without a reference
+    blocks_blank: int = 0  # of those: without cached content, so that nothing is lost when they are taken
     blocks_freed_rate: float = 0.0  # blocks that ending requests give back, a second; 0: unknown
     step_ends_in: float = 0.0  # seconds until the running step ends
     slowness: float = 1.0  # seen TTFT over the predicted one, a running mean
@@ -48,7 +49,7 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteRequest:
-    """What a request's route depends on."""
+    """The properties of a request that its route depends on."""
 
     request_id: str
     prompt_tokens: int  # with the tokens that a moved stream has already

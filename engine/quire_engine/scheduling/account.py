@@ -94,12 +94,12 @@ class Account:
     def update(self, *, weight: float, max_running: int, elsewhere: float) -> None:
         """Take weight and quota from the tenant's newest request, and charge what other replicas gave since the last.
 
-        What they gave before the first is not charged: it is history, as for one who returns from idleness.
+        Their service before the first such request is not charged, as idle time gives no credit.
         """
         self.weight, self.max_running = weight, max_running
         if self.elsewhere is not None and elsewhere > self.elsewhere:
             self.virtual += (elsewhere - self.elsewhere) / weight
-        self.elsewhere = elsewhere
+        self.elsewhere = max(self.elsewhere or 0.0, elsewhere)  # fronts may know different sums: none is charged twice
 
     def lift(self, least: float) -> None:
         """The account's requests wait again: idle time gives no credit."""

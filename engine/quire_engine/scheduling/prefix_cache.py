@@ -14,16 +14,16 @@ from quire_engine.kv_groups import KVGroup
 from quire_engine.scheduling.blocks import PASSED
 from quire_engine.types import PrefixChanges
 
-NOT_TOLD = -1  # in place of a block's depth: routers are not told of it
+NOT_TOLD = -1  # in place of a block's depth: routers do not learn of it
 _MOST_TOLD = 4096  # blocks in one frame
 _MOST_IN_SNAPSHOT = 16_384  # blocks, the shallowest: a router keeps no more
 
 
 class ToldPrefixes:
-    """The prompt blocks that a router is told of: those that can be matched, as far as it was told, and what is new.
+    """Frames for routers about the prompt blocks that can be matched: which are new, and which are forgotten.
 
-    Off until a router asks. A block that comes and goes between two frames is not told at all. Every router is told
-    the same, so that any of them may ask for a snapshot.
+    Off until a router asks. A block that comes and goes between two frames is in neither. All routers get the same
+    frames, so that any of them may ask for a snapshot.
     """
 
     __slots__ = ("_changes", "_number", "_told", "is_on")
@@ -75,7 +75,7 @@ class ToldPrefixes:
         )
 
     def snapshot(self) -> PrefixChanges:
-        """All that routers were told until the last frame, which it has the number of; of many the shallowest."""
+        """The sum of all frames so far, with the number of the last one; of too many blocks the shallowest."""
         told = sorted(self._told.items(), key=lambda item: item[1])[:_MOST_IN_SNAPSHOT]
         return PrefixChanges(
             number=self._number,

@@ -31,14 +31,7 @@ from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.speculation import Speculate
 from quire_engine.scheduling.swapping import allocator_for
-from quire_engine.types import (
-    NON_FINITE,
-    EngineStats,
-    FinishReason,
-    GenerationRequest,
-    PrefixChanges,
-    TokenOutput,
-)
+from quire_engine.types import NON_FINITE, EngineStats, FinishReason, GenerationRequest, TokenOutput
 
 MAX_STARVED = 3  # preemptions of one request for lack of device memory, before it fails
 
@@ -58,9 +51,7 @@ class Scheduler:
         host_keys: Collection[bytes] = (),
         speculate: Speculate | None = None,
     ) -> None:
-        """`host_keys`: the content hashes of the first host blocks, kept on disk by an earlier run. With
-        `speculate` decodes may get drafts.
-        """
+        """`host_keys`: hashes of the first host blocks, kept on disk. With `speculate` decodes may get drafts."""
         config.check()
         limits = config.limits
         policies = policies or policies_for(limits)
@@ -79,6 +70,7 @@ class Scheduler:
         self._prefill_tokens = self._decode_tokens = 0  # of the last applied step
         self._scheduled_at: dict[int, float] = {}  # when each step in flight was planned
         self._deadlines = Deadlines()
+        self.take_prefixes = self._kv.prefixes.take  # changes of cached prompt blocks, for a router
 
     @property
     def has_work(self) -> bool:
@@ -195,10 +187,6 @@ class Scheduler:
     def answer(self, question: str, arguments: Arguments) -> object:
         """A plain value that describes this moment; `Inspection` has the questions. Raises Unanswerable."""
         return self._inspection.answer(question, arguments)
-
-    def take_prefixes(self) -> PrefixChanges | None:
-        """What became of cached prompt blocks since the last call; None where no router is told, or nothing changed."""
-        return self._kv.prefixes.take()
 
     def wait_bound(self, request_id: str) -> int:
         """Steps from submission, or release, within which the live request ends. Raises KeyError if it is not live."""

@@ -1,4 +1,4 @@
-"""Takes many equal steps at once: every running sequence decodes, and no request can enter.
+"""Takes many like steps at once: every running sequence decodes, one prompt may get its chunks, and none can enter.
 
 Promises: the scheduler is left as if each step had been scheduled and applied; a test compares both to the bit.
 
@@ -7,12 +7,14 @@ Without it a simulation would spend most of its time on steps without decisions.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire_engine.cost_model import CostModel
+from quire_engine.cost_model import CostModel, StepSizes
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.scheduling.sequence import Sequence
+from quire_engine.scheduling.sequence import Group, Sequence
+from quire_engine.scheduling.step_plan import StepPlan
 
 _SIMPLE = ("fcfs", "priority", "wfq")  # policies that count no tokens, or each by itself
 _FEWEST = 2
@@ -25,6 +27,7 @@ class Leap:
     request_ids: list[str]
     ends: list[float]
     blocks_used: list[int]  # in each step
+    prompt_tokens: tuple[int, ...] = ()  # in each step; empty: no prompt is under way
 
 
 def held_blocks(scheduler: Scheduler) -> int:
@@ -69,6 +72,132 @@ def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float, num_left
     scheduler._applied_at = now
     scheduler._prefill_tokens, scheduler._decode_tokens = 0, len(sequences)
     return Leap(request_ids=request_ids, ends=ends, blocks_used=blocks_used)
+
+
+def prompt_leap(
+    scheduler: Scheduler, cost: CostModel, now: float, due: float, num_left: Callable[[str], int]
+) -> Leap | None:
+    """As `leap`, while no request waits and one prompt is under way beside decodes: all its chunks but the last.
+
+    None if not even one step is like that.
+    """
+    found = _decoding_beside_prompt(scheduler)
+    if found is None:
+        return None
+    group, decodes = found
+    prompt, kv, size = group.leader, scheduler._kv, scheduler._kv.block_size
+    request_ids = [sequence.group.request.request_id for sequence in decodes]
+    most = min(map(num_left, request_ids), default=sys.maxsize) - 1
+    num_context = sum(len(sequence.token_ids) for sequence in decodes)
+    ends: list[float] = []
+    blocks_used, prompt_tokens = [], []
+    while len(ends) < most and now < due:
+        chunk = _chunk(scheduler, group, len(decodes))
+        growth = sum([one.kv.num_computed + len(ends) + 1 > one.kv.table.num_slots for one in decodes])
+        if not 0 < chunk < group.pending(prompt) or growth > kv.num_available:
+            break
+        sizes = _sizes(chunk, prompt.kv.num_computed, len(decodes), num_context)
+        began, now = now, now + cost.seconds_of(sizes)
+        blocks_used.append(_take_chunk(scheduler, prompt, chunk, decodes, len(ends)))
+        for sequence in decodes:
+            if sequence.group.account is not None:
+                sequence.group.account.charge_output(1)
+        scheduler._itl.learn(prompt_tokens=chunk, num_decodes=len(decodes), seconds=now - began)
+        num_context += len(decodes)
+        ends.append(now)
+        prompt_tokens.append(chunk)
+    if not ends:
+        return None
+    for sequence in decodes:
+        end = sequence.kv.num_computed + len(ends)
+        _fill(sequence, end + 1)
+        kv.reserve(sequence, end)
+        kv.advance(sequence, end)
+        if end % size:
+            kv.commit(sequence, end)
+    scheduler._planner._turns.first([group], [])
+    scheduler._step += len(ends)
+    scheduler._applied_at = now
+    scheduler._prefill_tokens, scheduler._decode_tokens = prompt_tokens[-1], len(decodes)
+    return Leap(request_ids=request_ids, ends=ends, blocks_used=blocks_used, prompt_tokens=tuple(prompt_tokens))
+
+
+def _decoding_beside_prompt(scheduler: Scheduler) -> tuple[Group, list[Sequence]] | None:
+    """The group whose prompt is under way, and all others' sequences, each of which gets one token in the next step.
+
+    In the order of service. None where the next step may be another one.
+    """
+    roster, limits = scheduler._roster, scheduler._config.limits
+    elder = scheduler._planner.elder
+    if limits.scheduling_policy not in _SIMPLE or roster.waiting or scheduler._kv.by_window:
+        return None
+    if elder is None or elder.state != "running":
+        return None
+    prompt: Group | None = None
+    sequences: list[Sequence] = []
+    for group in [elder, *[group for group in roster.running if group is not elder]]:
+        sequence = group.leader
+        if len(group.sequences) != 1 or group.reads_output or sequence.kv.shares_tail or group.is_batch:
+            return None
+        pending = group.pending(sequence)
+        if sequence.num_output_tokens:
+            if pending != 1:
+                return None
+            sequences.append(sequence)
+        elif prompt is not None or pending < 2 or group.num_computed_before:
+            return None
+        else:
+            prompt = group
+    return None if prompt is None else (prompt, sequences)
+
+
+def _chunk(scheduler: Scheduler, group: Group, num_decodes: int) -> int:
+    """The prompt's tokens in the next step, as `Planner.plan` assigns them: claim, chunk, rest."""
+    planner, limits = scheduler._planner, scheduler._config.limits
+    pending, budget, planned = group.pending(group.leader), limits.max_num_batched_tokens - num_decodes, 0
+    if group is planner.elder:
+        planned = min(pending, limits.min_chunk)
+        budget -= planned
+    budget = min(budget, scheduler._itl.prompt_tokens(num_decodes))
+    for others in (True, False):
+        left = pending - planned
+        size = planner._policies.chunk.size(pending=left, planned=planned, budget=budget, others=others) if left else 0
+        if size > 0:
+            planned, budget = planned + size, budget - size
+    return planned
+
+
+def _sizes(chunk: int, start: int, num_decodes: int, num_context: int) -> StepSizes:
+    """The sizes of a step with one chunk; a chunk of one token attends as a decode does."""
+    if chunk == 1:
+        return StepSizes(1 + num_decodes, num_decodes, num_context + start + 1, 0)
+    return StepSizes(chunk + num_decodes, num_decodes, num_context, chunk * start)
+
+
+def _take_chunk(scheduler: Scheduler, prompt: Sequence, chunk: int, decodes: list[Sequence], step: int) -> int:
+    """One step: takes blocks, charges the prompt, registers full blocks in the batch's order; returns used blocks."""
+    kv, elder = scheduler._kv, scheduler._planner.elder
+    plan = StepPlan(scheduler._step + step + 1, 0, elder)
+    plan.slices[prompt] = chunk
+    for sequence in decodes:
+        if sequence.kv.num_computed + step + 1 > sequence.kv.table.num_slots:
+            kv.reserve(sequence, sequence.kv.num_computed + step + 1)
+    end = prompt.kv.num_computed + chunk
+    kv.reserve(prompt, end)
+    scheduler._planner.accounts.charge(plan)
+    kv.unpin()
+    kv.advance(prompt, end)
+    used = held_blocks(scheduler)
+    if prompt.group is elder:
+        kv.commit(prompt, end)
+    for sequence in decodes:
+        own = sequence.kv.num_computed + step + 1
+        if own % kv.block_size == 0:
+            _fill(sequence, own + 1)
+            kv.commit(sequence, own)
+    if prompt.group is not elder:
+        kv.commit(prompt, end)
+    return used
 
 
 def _decoding(scheduler: Scheduler) -> list[Sequence]:

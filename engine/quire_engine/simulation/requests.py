@@ -36,6 +36,7 @@ def as_request(row: TraceRow, number: int, *, at: float, max_model_len: int) -> 
     )
 
 
+@lru_cache(maxsize=4)
 def prompt(row: TraceRow, number: int) -> tuple[int, ...]:
     """The blocks by their numbers, then unique tokens; runs of one id, since only equality matters."""
     if not row.blocks:

@@ -17,7 +17,7 @@ from quire_engine.errors import InfeasibleRequest
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculation
 from quire_engine.simulation.guessing import SimulatedDrafter, drawn
-from quire_engine.simulation.leap import held_blocks, leap
+from quire_engine.simulation.leap import held_blocks, leap, prompt_leap
 from quire_engine.simulation.outcome import Moment, Outcome, Served
 from quire_engine.simulation.requests import as_request, number_of, own_token
 from quire_engine.simulation.setup import Setup
@@ -54,28 +54,33 @@ class Simulation:
 
     def run(self, rows: Sequence[TraceRow], *, speed: float = 1.0) -> Outcome:
         """Serve the whole load to its end; arrivals come `speed` times as fast."""
-        outcome, scheduler = self.outcome, self._scheduler
-        dues = [row.at / speed + self._cost.request for row in rows]
-        next_row = 0
-        while next_row < len(rows) or scheduler.has_work or self._in_flight:
-            while next_row < len(rows) and dues[next_row] <= self._now:
-                self._arrive(rows[next_row], next_row, rows[next_row].at / speed)
-                next_row += 1
-            due = dues[next_row] if next_row < len(rows) else float("inf")
-            if not scheduler.has_work and not self._in_flight:
-                self._now = max(self._now, due)
-                continue
-            if not (self._leaps and self._leap(due)):
+        for number, row in enumerate(rows):
+            sent = row.at / speed
+            self.advance(sent + self._cost.request)
+            self.arrive(row, number, sent)
+        self.advance(float("inf"))
+        return self.finish()
+
+    def advance(self, until: float) -> None:
+        """Take steps until the clock is at `until` or, by the rest of a step, behind it; without work it rests."""
+        scheduler = self._scheduler
+        while (scheduler.has_work or self._in_flight) and self._now < until:
+            if not (self._leaps and self._leap(until)):
                 self._step()
+        if until < float("inf"):
+            self._now = max(self._now, until)
+
+    def finish(self) -> Outcome:
+        """The outcome with the counts of the whole run."""
+        outcome, stats = self.outcome, self._scheduler.stats()
         outcome.seconds = self._now
-        stats = scheduler.stats()
         outcome.total_preemptions, outcome.evictions = stats.total_preemptions, stats.total_kv_evictions
         outcome.preemptions_by_cause = stats.total_preemptions_by_cause
         outcome.recomputed_tokens = stats.total_recomputed_tokens
         outcome.guessed_tokens, outcome.guessed_right = stats.total_draft_tokens, stats.total_accepted_tokens
         return outcome
 
-    def _arrive(self, row: TraceRow, number: int, at: float) -> None:
+    def arrive(self, row: TraceRow, number: int, at: float) -> None:
         """Into the queue if it has room, as the server decides; `at`: when it was sent."""
         served = Served(row=row, number=number, at=at)
         self.outcome.requests.append(served)
@@ -181,7 +186,8 @@ class Simulation:
 
     def _leap(self, due: float) -> bool:
         """Take all steps at once that only repeat the last; False if not even two do."""
-        taken = leap(self._scheduler, self._cost, self._now, due, lambda name: self._live[name].num_left)
+        asked = (self._scheduler, self._cost, self._now, due, lambda name: self._live[name].num_left)
+        taken = leap(*asked) or prompt_leap(*asked)
         if taken is None:
             return False
         outcome, gaps = self.outcome, self.outcome.gaps
@@ -201,9 +207,9 @@ class Simulation:
             outcome.steps += 1
             outcome.block_steps += used
             outcome.busy_seconds += end - begins
-            self._note_moment(begins, used, running)
+            self._note_moment(begins, used, running + bool(taken.prompt_tokens))
             begins = end
-        outcome.computed_tokens += count * running
+        outcome.computed_tokens += count * running + sum(taken.prompt_tokens)
         outcome.decode_tokens += count * running
         self._now = self._free_at = taken.ends[-1]
         return True

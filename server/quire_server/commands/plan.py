@@ -26,6 +26,7 @@ from quire_engine.simulation.setup import parse_settings, setup
 from quire_engine.simulation.slo import parse_slo
 from quire_engine.simulation.traces import TraceError
 from quire_server.checkpoint.locate import checkpoint_directory
+from quire_server.commands.planning.fleets import add_fleet_flags, print_fleet_plan, refuse_fleet_flags
 from quire_server.commands.planning.kv_plan import add_kv_flags, print_kv
 from quire_server.commands.planning.plan_section import Circumstances, section, write
 from quire_server.commands.showing.terminal import BAD_USAGE, DONE, FAILED, Parser, above_0, complain, wide_console
@@ -38,7 +39,8 @@ Steps take what --cost says: a file of `quire calibrate` (default ./{DEFAULT_COS
 examples:
   quire plan --kv --model /models/Qwen3-0.6B --memory 60GB --prefix 200 --sessions 16
   quire plan --slo ttft_p95=2s,itl_p99=150ms --trace AzureLLMInferenceTrace_conv.csv --requests 600 \\
-      --write SERVING.md"""
+      --write SERVING.md
+  quire plan --fleet --slo ttft_p95=5s --trace conversation_trace.jsonl --copies 4 --route predicted_ttft,round_robin"""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -53,6 +55,10 @@ def run(argv: Sequence[str]) -> int:
             return print_kv(given, folder, console)
         if not given.slo or given.trace is None:
             raise ConfigError("give --kv, or --slo with --trace")
+        if given.fleet:
+            cost, plain = read_cost(given.cost or DEFAULT_COST)
+            base = setup(plain, cost).with_settings(parse_settings(given.set))
+            return print_fleet_plan(given, asked_trace(given), base, parse_slo(given.slo), console)
         return _search(given, argv, console)
     except (ConfigError, ModelLoadError, TraceError) as error:
         return complain("plan", str(error), BAD_USAGE)
@@ -85,6 +91,9 @@ def _parser() -> argparse.ArgumentParser:
         help="values of a setting to try instead of those around its own; repeatable",
     )
     add_setup_flags(parser)
+    load.add_argument("--fleet", action="store_true", help="the fewest replicas for the objectives instead")
+    load.add_argument("--replica-cost", type=above_0(), default=1.0, metavar="X", help="of a replica and hour [1]")
+    add_fleet_flags(parser)
     out = parser.add_argument_group("Output")
     out.add_argument("--write", type=Path, metavar="FILE", help="put the plan into its section of this Markdown file")
     out.add_argument("--json", type=Path, metavar="FILE", help="also write the whole plan here")
@@ -93,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _search(given: argparse.Namespace, argv: Sequence[str], console: Console) -> int:
     gc.set_threshold(100_000)
+    refuse_fleet_flags(given, "--fleet")
     slo, rows = parse_slo(given.slo), asked_trace(given)
     cost, plain = read_cost(given.cost or DEFAULT_COST)
     fit_error = FitError.from_plain(plain["fit_error"]) if "fit_error" in plain else None

@@ -28,6 +28,7 @@ from quire_engine.simulation.simulator import simulate
 from quire_engine.simulation.slo import Slo, parse_slo
 from quire_engine.simulation.static_batching import StaticOutcome, simulate_static
 from quire_engine.simulation.traces import TraceError, TraceRow, read_trace
+from quire_server.commands.planning.fleets import add_fleet_flags, refuse_fleet_flags, simulate_fleet
 from quire_server.commands.planning.shown import print_report, print_static
 from quire_server.commands.showing.terminal import (
     BAD_USAGE,
@@ -51,7 +52,8 @@ Published numbers are held against it by: python -m quire_bench.studies
 examples:
   quire simulate --lengths 32,128,64,256 --arrivals 0,2,4,6 --compare static --plot
   quire simulate --trace AzureLLMInferenceTrace_conv.csv --scale-rate 0.5 --slo ttft_p95=2s,itl_p99=150ms
-  quire simulate --trace conversation_trace.jsonl --set max_num_seqs=32 --json b.json --against a.json"""
+  quire simulate --trace conversation_trace.jsonl --set max_num_seqs=32 --json b.json --against a.json
+  quire simulate --trace conversation_trace.jsonl --replicas 8 --route predicted_ttft,cache_aware,round_robin"""
 _GARBAGE_EVERY = 100_000  # objects: a simulation makes many that live long
 
 T = TypeVar("T", int, float)
@@ -99,6 +101,14 @@ def _parser() -> argparse.ArgumentParser:
         " [each output's length]",
     )
     add_setup_flags(parser)
+    add_fleet_flags(parser)
+    parser.add_argument("--replicas", type=whole_number, metavar="N", help="a fleet instead of one server; see --route")
+    parser.add_argument(
+        "--level",
+        choices=("auto", "step", "coarse", "both"),
+        default="auto",
+        help="the scheduler in each replica, or a queue and an LRU fitted to it; auto: step up to 16 replicas",
+    )
     out = parser.add_argument_group("Output")
     out.add_argument("--slo", type=str, metavar="LIST", help="objectives, such as ttft_p95=2s,itl_p99=150ms")
     out.add_argument("--compare", choices=("static",), help="also the same load in static batches")
@@ -136,6 +146,15 @@ def asked_trace(given: argparse.Namespace) -> tuple[TraceRow, ...]:
     return read_trace(given.trace, scale_length=given.scale_len, seed=given.seed)[: given.requests]
 
 
+def _check_fleet(given: argparse.Namespace) -> None:
+    """Refuse flags that a fleet does not read. Raises ConfigError."""
+    if given.trace is None:
+        raise ConfigError("--replicas needs a --trace")
+    for name in ("compare", "against", "max_tokens"):
+        if getattr(given, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} works without --replicas only")
+
+
 def _simulate(given: argparse.Namespace, console: Console) -> int:
     slo = parse_slo(given.slo) if given.slo else Slo()
     if given.lengths is not None:
@@ -146,6 +165,10 @@ def _simulate(given: argparse.Namespace, console: Console) -> int:
         asked = asked.with_settings(parse_settings(given.set))
     else:
         rows, asked = asked_trace(given), asked_setup(given)
+    if given.replicas is not None:
+        _check_fleet(given)
+        return simulate_fleet(given, rows, asked, slo, console)
+    refuse_fleet_flags(given, "--replicas")
     if given.max_tokens is not None:
         rows = tuple(replace(row, max_tokens=given.max_tokens) for row in rows)
     earlier = _earlier(given.against)

@@ -470,6 +470,7 @@ def scheduling_inputs(group: Group) -> dict[str, object]:
         "tenant": request.tenant,
         "weight": request.weight,
         "max_running": request.max_running,
+        "service_elsewhere": request.service_elsewhere,
         "service_class": request.service_class,
         "deadline": request.deadline,
         "num_beams": 0 if request.beam is None else request.beam.width,

@@ -1,0 +1,455 @@
+"""A fleet on paper: many simulated replicas under the router that serves, with what may go wrong.
+
+Promises: the same load and fleet give the same outcome, to the bit. A replica is the real scheduler on a cost model
+(`StepReplica`) or a queue with an LRU of blocks (`coarse.CoarseReplica`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop
+from itertools import pairwise, takewhile
+from typing import Protocol
+
+from quire_engine.block_hashes import routed_names
+from quire_engine.cost_model import CostModel
+from quire_engine.errors import ConfigError
+from quire_engine.routing.index import PrefixIndex
+from quire_engine.routing.policy import route_policy
+from quire_engine.routing.prediction import Slowness
+from quire_engine.routing.views import ReplicaView, RouteRequest
+from quire_engine.simulation.outcome import Outcome, Served
+from quire_engine.simulation.requests import as_request
+from quire_engine.simulation.setup import Setup
+from quire_engine.simulation.simulator import Simulation
+from quire_engine.simulation.traces import TraceRow
+from quire_engine.types import PrefixChanges, TokenOutput
+
+MOST_STEP_REPLICAS = 16  # replicas that are simulated step by step; more take too long
+_FREED_SECONDS = 10.0  # over which the rate of freed blocks is measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """Equal replicas, the policy that routes to them, and what goes wrong."""
+
+    replica: Setup
+    replicas: int
+    route: str = "predicted_ttft"
+    lose_at: tuple[float, ...] = ()  # seconds at which a replica is lost, the first one first
+    silence: float = 2.0  # seconds until a loss is noticed
+    slow: float = 1.0  # the last replica takes so many times as long, and does not report it
+    stale: float = 0.0  # seconds by which the index lags behind
+    wrong_cost: float = 1.0  # the router's cost model is so many times the true one
+
+    def check(self) -> None:
+        """Raises ConfigError."""
+        if self.replicas < 1:
+            raise ConfigError(f"replicas is {self.replicas}, must be at least 1")
+        if len(self.lose_at) >= self.replicas:
+            raise ConfigError(f"{len(self.lose_at)} of {self.replicas} replicas are lost, one must be left")
+        if min(self.silence, self.stale, *self.lose_at, 0.0) < 0 or min(self.slow, self.wrong_cost) <= 0:
+            raise ConfigError("times of a fleet must be at least 0, factors above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken:
+    """A request has its first token, or has ended without one."""
+
+    number: int
+    at: float
+
+
+class FleetReplica(Protocol):
+    """A simulated replica: `StepReplica` or `coarse.CoarseReplica`."""
+
+    outcome: Outcome
+
+    def advance(self, until: float) -> None:
+        """Work until then; the clock may be ahead by the rest of a step."""
+        ...
+
+    def view(self, now: float) -> ReplicaView:
+        """The state that the replica reports to a router."""
+        ...
+
+    def send(self, row: TraceRow, number: int, at: float, blocks: tuple[int, ...], hit_blocks: int) -> Served:
+        """A request comes; `hit_blocks`: what the router believes to be cached of its named blocks."""
+        ...
+
+    def first_tokens(self) -> list[FirstToken]:
+        """First tokens since the last call."""
+        ...
+
+    def prefixes(self) -> list[PrefixChanges]:
+        """Changes of its cached blocks since the last call."""
+        ...
+
+    def finish(self) -> Outcome:
+        """The outcome with the counts of the whole run."""
+        ...
+
+
+def times(cost: CostModel, factor: float) -> CostModel:
+    """The cost model of a machine that takes `factor` times as long."""
+    if factor == 1.0:
+        return cost
+    numbers = {name: getattr(cost, name) * factor for name in ("step", "row", "context", "chunk_context", "request")}
+    return replace(cost, **numbers, prompt=tuple([(tokens, seconds * factor) for tokens, seconds in cost.prompt]))
+
+
+class StepReplica(Simulation):
+    """The real scheduler, whose requests come one by one from a router."""
+
+    def __init__(self, name: str, setup: Setup, believed: CostModel) -> None:
+        config = replace(setup.scheduler, tells_prefixes=True)
+        super().__init__(replace(setup, scheduler=config))
+        self._base = ReplicaView(
+            name=name,
+            cohort="",
+            state="ready",
+            cost=believed,
+            limits=config.limits,
+            blocks_total=config.num_blocks,
+        )
+        self._unanswered: dict[str, int] = {}  # prompt tokens that the router expects to be computed, by request
+        self._first_tokens: list[FirstToken] = []
+        self._freed: deque[tuple[float, int]] = deque()
+
+    def send(self, row: TraceRow, number: int, at: float, blocks: tuple[int, ...], hit_blocks: int) -> Served:  # noqa: ARG002
+        self.advance(at + self._cost.request)
+        self.arrive(row, number, at)
+        served = self.outcome.requests[-1]
+        if served.refused:
+            self._first_tokens.append(FirstToken(number=number, at=at))
+        else:
+            cached = hit_blocks * self._block_size
+            self._unanswered[str(number)] = max(row.input_tokens - cached, 1)
+        return served
+
+    def view(self, now: float) -> ReplicaView:
+        roster, live = self._scheduler._roster, self._scheduler._roster.live
+        ahead = 0
+        for request_id, expected in self._unanswered.items():
+            group = live[request_id]
+            ahead += group.pending(group.leader) if group.state == "running" else expected
+        decodes = context = 0
+        for group in roster.running:
+            if group.request.request_id not in self._unanswered:
+                decodes += 1
+                context += len(group.leader.token_ids)
+        while self._freed and self._freed[0][0] < now - _FREED_SECONDS:
+            self._freed.popleft()
+        return replace(
+            self._base,
+            prompt_tokens_ahead=ahead,
+            requests=len(self._live),
+            decodes=decodes,
+            context=context,
+            blocks_free=self._scheduler._kv.num_available,
+            blocks_blank=self._scheduler._kv.num_available - self._scheduler._kv.num_cached,
+            blocks_freed_rate=sum(blocks for _, blocks in self._freed) / _FREED_SECONDS,
+            step_ends_in=max(self._now - now, 0.0) if self._live else 0.0,
+        )
+
+    def first_tokens(self) -> list[FirstToken]:
+        found, self._first_tokens = self._first_tokens, []
+        return found
+
+    def prefixes(self) -> list[PrefixChanges]:
+        found = []
+        while (changes := self._scheduler.take_prefixes()) is not None:
+            found.append(changes)
+        return found
+
+    def _take(self, output: TokenOutput) -> None:
+        if self._unanswered.pop(output.request_id, None) is not None:
+            self._first_tokens.append(FirstToken(number=int(output.request_id), at=self._now))
+        super()._take(output)
+
+    def _end(self, output: TokenOutput, served: Served) -> None:
+        super()._end(output, served)
+        blocks = -(-(served.row.input_tokens + served.num_tokens) // self._block_size)
+        self._freed.append((self._now, blocks))
+
+
+@dataclass(slots=True, kw_only=True)
+class FleetOutcome:
+    """A run of a whole fleet: all requests as if one server had served them, and the router's account."""
+
+    outcome: Outcome
+    counts: list[int]  # requests sent to each replica
+    moved: int = 0  # streams and requests that went elsewhere after a loss
+    ratios: list[float] = field(default_factory=list)  # seen TTFT over the predicted one, of each request
+    chosen: list[int] = field(default_factory=list)  # the replica of each request that was sent, in order
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sent:
+    """One request on its way: its parts on the replicas that served it."""
+
+    row: TraceRow
+    at: float
+    parts: list[Served] = field(default_factory=list)
+    replica: int = 0
+    predicted: float = 0.0
+    routed_at: float = 0.0
+
+
+Make = Callable[[str, Setup, CostModel], FleetReplica]  # name, its setup, the cost that the router believes
+Names = Callable[[TraceRow, int], tuple[int, ...]]  # row, number -> names of its blocks
+
+
+def token_names(block_size: int, max_model_len: int) -> Names:
+    """The names that a front makes from a prompt's tokens."""
+
+    def names(row: TraceRow, number: int) -> tuple[int, ...]:
+        request = as_request(row, number, at=0.0, max_model_len=max_model_len)
+        return routed_names(request.prompt_token_ids, request.cache_salt, block_size)
+
+    return names
+
+
+class BlockNames:
+    """Names of a load's own blocks, without tokens: a name stands for all blocks up to its own, of one scope."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[int, int, str], int] = {}
+
+    def __call__(self, row: TraceRow, number: int) -> tuple[int, ...]:  # noqa: ARG002 - as other names need it
+        """The names of the row's full blocks."""
+        if not row.block_tokens:
+            return ()
+        parent, found, scope = 0, [], row.scope or row.tenant
+        for block in row.blocks[: row.input_tokens // row.block_tokens]:
+            parent = self._names.setdefault((parent, block, scope), len(self._names) + 1)
+            found.append(parent)
+        return tuple(found)
+
+
+class FleetSimulation:
+    """One run of one load over one fleet."""
+
+    def __init__(self, fleet: Fleet, make: Make, names: Names, *, every: float = 0.0) -> None:
+        """`every`: seconds after which all views are made anew; 0: for each request."""
+        fleet.check()
+        self._fleet = fleet
+        self._names = names
+        self._every = every
+        self._policy = route_policy(fleet.route)
+        self._index = PrefixIndex()
+        setup, believed = fleet.replica, times(fleet.replica.cost, fleet.wrong_cost)
+        slow = replace(setup, cost=times(setup.cost, fleet.slow))
+        count = fleet.replicas
+        self._labels = [f"r{number}" for number in range(count)]
+        self._replicas = [
+            make(name, slow if number == count - 1 else setup, believed) for number, name in enumerate(self._labels)
+        ]
+        self._number_of = {name: number for number, name in enumerate(self._labels)}
+        for name in self._labels:
+            self._index.add(name)
+        self._slowness = [Slowness() for _ in self._labels]
+        self._views = [one.view(0.0) for one in self._replicas]
+        self._gone: set[int] = set()  # lost, noticed or not
+        self._noticed: set[int] = set()
+        self._late: deque[tuple[float, int, PrefixChanges]] = deque()  # frames that a stale index has not seen yet
+        self._fresh_at = -1.0
+        self._requests: dict[int, _Sent] = {}
+        self._open: list[set[int]] = [set() for _ in self._labels]  # unfinished requests, as the front knows them
+        self._found = FleetOutcome(outcome=Outcome(num_blocks=0), counts=[0] * count)
+
+    def run(self, rows: Sequence[TraceRow], *, speed: float = 1.0) -> FleetOutcome:
+        """Serve the whole load to its end. Rows with equal blocks of one tenant share a prefix."""
+        events: list[tuple[float, int, int]] = []  # (time, 0: a loss, 1: it is noticed; replica)
+        for number, at in enumerate(self._fleet.lose_at):
+            events += [(at, 0, number), (at + self._fleet.silence, 1, number)]
+        heapify(events)
+        for number, row in enumerate(rows):
+            at = row.at / speed
+            while events and events[0][0] <= at:
+                self._happens(*heappop(events))
+            self._requests[number] = _Sent(row=row, at=at)
+            self._route(row, number, at, self._names(row, number), frozenset())
+        while events:
+            self._happens(*heappop(events))
+        return self._finish()
+
+    def _happens(self, at: float, kind: int, replica: int) -> None:
+        self._refresh(at, all_of_them=True)
+        if kind == 0:
+            self._gone.add(replica)  # its view stays as it was, until the loss is noticed
+            return
+        self._noticed.add(replica)
+        name = self._labels[replica]
+        self._index.remove(name)
+        self._views[replica] = replace(self._views[replica], state="silent")
+        for number in sorted(self._open[replica]):
+            sent = self._requests[number]
+            part = sent.parts[-1]
+            if part.refused or part.num_left == 0:
+                continue
+            self._found.moved += 1
+            row = part.row
+            rest = replace(row, input_tokens=row.input_tokens + part.num_tokens, output_tokens=part.num_left)
+            self._route(rest, number, at, self._names(rest, number), frozenset((name,)))
+        self._open[replica].clear()
+
+    def _route(self, row: TraceRow, number: int, at: float, blocks: tuple[int, ...], excluded: frozenset[str]) -> None:
+        self._refresh(at)
+        request = RouteRequest(
+            request_id=str(number),
+            prompt_tokens=row.input_tokens,
+            blocks=blocks,
+            max_new_tokens=row.output_tokens,
+            tenant=row.tenant,
+            excluded=excluded,
+        )
+        route = self._policy.choose(request, self._views, self._index, at)
+        chosen = self._number_of[route.name]
+        sent = self._requests[number]
+        sent.replica, sent.predicted, sent.routed_at = chosen, route.predicted_ttft, at
+        self._index.sent(route.name, request.request_id, blocks)
+        self._found.counts[chosen] += 1
+        self._found.chosen.append(chosen)
+        self._open[chosen].add(number)
+        if chosen in self._gone:  # the loss is not noticed yet; then the request is moved
+            sent.parts.append(Served(row=row, number=number, at=at))
+            return
+        replica = self._replicas[chosen]
+        sent.parts.append(replica.send(row, number, at, blocks, route.hit_blocks))
+        self._look(chosen, at)
+
+    def _refresh(self, at: float, *, all_of_them: bool = False) -> None:
+        """Let every replica work until now, and hear what it tells."""
+        if not all_of_them and self._every and at < self._fresh_at + self._every:
+            return
+        self._fresh_at = at
+        for number, replica in enumerate(self._replicas):
+            if number not in self._gone:
+                replica.advance(at)
+                self._look(number, at)
+        while self._late and self._late[0][0] <= at:
+            _, number, changes = self._late.popleft()
+            if number not in self._noticed:
+                self._index.apply(self._labels[number], changes)
+
+    def _look(self, number: int, at: float) -> None:
+        replica, name = self._replicas[number], self._labels[number]
+        for first in replica.first_tokens():
+            self._index.answered(str(first.number))
+            sent = self._requests[first.number]
+            if not sent.parts[-1].refused:
+                seen = first.at - sent.routed_at
+                self._slowness[number].observe(predicted=sent.predicted, seen=seen, now=first.at)
+                self._found.ratios.append(seen / max(sent.predicted, 1e-9))
+        for changes in replica.prefixes():
+            if self._fleet.stale:
+                self._late.append((at + self._fleet.stale, number, changes))
+            else:
+                self._index.apply(name, changes)
+        view = replica.view(at)
+        self._views[number] = replace(view, slowness=max(self._slowness[number].ratio(at), 1.0))
+
+    def _finish(self) -> FleetOutcome:
+        whole = self._found.outcome
+        for number, replica in enumerate(self._replicas):
+            if number not in self._gone:
+                replica.advance(float("inf"))
+            own = replica.finish()
+            whole.num_blocks += own.num_blocks
+            whole.steps += own.steps
+            whole.gaps.extend(own.gaps)
+            for name in _SUMS:
+                setattr(whole, name, getattr(whole, name) + getattr(own, name))
+            for cause, count in own.preemptions_by_cause.items():
+                whole.preemptions_by_cause[cause] = whole.preemptions_by_cause.get(cause, 0) + count
+            if number not in self._gone:
+                whole.seconds = max(whole.seconds, own.seconds)
+        whole.requests = [_joined(number, sent, whole) for number, sent in self._requests.items()]
+        _note_live(whole)
+        return self._found
+
+
+_SUMS = (
+    *("busy_seconds", "computed_tokens", "decode_tokens", "peak_blocks", "block_steps", "cumulative_blocks"),
+    *("total_preemptions", "recomputed_tokens", "evictions", "guessed_tokens", "guessed_right"),
+)
+
+
+def _joined(number: int, sent: _Sent, whole: Outcome) -> Served:
+    """One request's life over the replicas that served it."""
+    parts = sent.parts
+    last = parts[-1]
+    answered = [part for part in parts if part.num_tokens]
+    for before, after in pairwise(answered):
+        whole.gaps.append(after.first_at - before.last_at)
+    return Served(
+        row=sent.row,
+        number=number,
+        at=sent.at,
+        refused=last.refused,
+        why=last.why,
+        queue_seconds=parts[0].queue_seconds,
+        first_at=answered[0].first_at if answered else 0.0,
+        last_at=last.last_at,
+        num_tokens=sum(part.num_tokens for part in parts),
+        cached_tokens=min(answered[0].cached_tokens, sent.row.input_tokens) if answered else 0,
+        preemptions=sum(part.preemptions for part in parts),
+    )
+
+
+def _note_live(whole: Outcome) -> None:
+    """Accepted and unfinished requests over time."""
+    changes = [(one.at, 1) for one in whole.done] + [(one.last_at, -1) for one in whole.done]
+    live = 0
+    for at, change in sorted(changes):
+        live += change
+        whole.note_live(at, live)
+
+
+def simulate_steps(fleet: Fleet, rows: Sequence[TraceRow], *, speed: float = 1.0) -> FleetOutcome:
+    """A fleet of real schedulers. Raises ConfigError."""
+    if fleet.replicas > MOST_STEP_REPLICAS:
+        raise ConfigError(
+            f"{fleet.replicas} replicas are too many to simulate step by step, at most {MOST_STEP_REPLICAS}; use the"
+            " coarse level"
+        )
+    config = fleet.replica.scheduler
+    names = token_names(config.limits.block_size, config.max_model_len)
+    return FleetSimulation(fleet, StepReplica, names).run(rows, speed=speed)
+
+
+def copies(rows: Sequence[TraceRow], count: int) -> tuple[TraceRow, ...]:
+    """The load of `count` times as many users: further copies have names of their own and other times."""
+    if count == 1:
+        return tuple(rows)
+    end = rows[-1].at + (rows[-1].at / max(len(rows) - 1, 1))
+    made = []
+    for number in range(count):
+        apart = number * end / count
+        for row in rows:
+            tenant = f"{row.tenant or 'copy'}-{number}"
+            made.append(replace(row, at=(row.at + apart) % end if end else row.at, tenant=tenant))
+    made.sort(key=lambda row: row.at)
+    return tuple(made)
+
+
+def pooled_hits(rows: Iterable[TraceRow], num_tokens: int) -> float:
+    """The share of prompt tokens that one cache of so many tokens would have, served in order and at once."""
+    cache: OrderedDict[int, int] = OrderedDict()  # tokens of each block
+    held = hits = asked = 0
+    names = BlockNames()
+    for number, row in enumerate(rows):
+        asked += row.input_tokens
+        chain = names(row, number)
+        hits += row.block_tokens * sum(1 for _ in takewhile(cache.__contains__, chain))
+        for name in reversed(chain):
+            if name not in cache:
+                held += row.block_tokens
+            cache[name] = row.block_tokens
+            cache.move_to_end(name)
+        while held > num_tokens:
+            held -= cache.popitem(last=False)[1]
+    return hits / asked if asked else 0.0

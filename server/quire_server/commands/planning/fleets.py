@@ -1,0 +1,267 @@
+"""`quire simulate --replicas` and `quire plan --fleet`: policies of a fleet beside each other, and how many replicas.
+
+Promises: the level and the fit of every table are said beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+from rich.table import Table
+
+from quire_engine.errors import ConfigError
+from quire_engine.routing.policy import RoutePolicyName, route_policy
+from quire_engine.simulation.coarse import Fit, Fitted, fitted, simulate_coarsely
+from quire_engine.simulation.fleet import (
+    MOST_STEP_REPLICAS,
+    Fleet,
+    FleetOutcome,
+    copies,
+    pooled_hits,
+    simulate_steps,
+)
+from quire_engine.simulation.fleet_report import (
+    FleetPlan,
+    FleetReport,
+    fleet_report,
+    pairs_in_order,
+    plan_fleet,
+    ttft_svg,
+)
+from quire_engine.simulation.setup import Setup
+from quire_engine.simulation.slo import Slo
+from quire_engine.simulation.traces import TraceRow
+from quire_server.commands.showing.terminal import DONE, FAILED, above_0, duration, whole_number
+
+_HOURS = 3600.0
+
+
+def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a fleet, which both commands share."""
+    what = parser.add_argument_group("Fleet")
+    what.add_argument(
+        "--route",
+        default="predicted_ttft",
+        metavar="NAME,...",
+        help=f"policies: {', '.join(get_args(RoutePolicyName))} [predicted_ttft]",
+    )
+    what.add_argument("--copies", type=whole_number, default=1, metavar="N", help="of a trace's users [1]")
+    what.add_argument("--lose-replica", type=float, action="append", default=[], metavar="S", help="at S; repeatable")
+    what.add_argument("--silence", type=float, default=2.0, metavar="S", help="until a loss is noticed [2]")
+    what.add_argument("--slow-replica", type=above_0(), default=1.0, metavar="X", help="one takes X times as long [1]")
+    what.add_argument("--stale-index", type=float, default=0.0, metavar="S", help="by which the prefix index lags [0]")
+    what.add_argument("--wrong-cost", type=above_0(), default=1.0, metavar="X", help="factor on the router's model [1]")
+    what.add_argument("--fit-requests", type=whole_number, default=2000, metavar="N", help="of the coarse level [2000]")
+
+
+_DEFAULTS = {
+    "route": "predicted_ttft",
+    "copies": 1,
+    "lose_replica": [],
+    "silence": 2.0,
+    "slow_replica": 1.0,
+    "stale_index": 0.0,
+    "wrong_cost": 1.0,
+    "fit_requests": 2000,
+}
+
+
+def refuse_fleet_flags(given: argparse.Namespace, needed: str) -> None:
+    """Without a fleet its flags would do nothing. Raises ConfigError."""
+    for name, value in _DEFAULTS.items():
+        if getattr(given, name) != value:
+            raise ConfigError(f"--{name.replace('_', '-')} needs {needed}")
+
+
+def asked_fleet(given: argparse.Namespace, setup: Setup, replicas: int) -> tuple[Fleet, list[str]]:
+    """The fleet that the flags describe, and the policies. Raises ConfigError."""
+    routes = [name.strip() for name in given.route.split(",")]
+    if getattr(given, "plot", None) == "-":
+        raise ConfigError("--plot of a fleet needs a FILE for its SVG")
+    for name in routes:
+        route_policy(name)
+    fleet = Fleet(
+        replica=setup,
+        replicas=replicas,
+        route=routes[0],
+        lose_at=tuple(sorted(given.lose_replica)),
+        silence=given.silence,
+        slow=given.slow_replica,
+        stale=given.stale_index,
+        wrong_cost=given.wrong_cost,
+    )
+    fleet.check()
+    return fleet, routes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Level:
+    """How a fleet is simulated."""
+
+    name: str
+    fitted: Fitted | None = None
+
+    def run(self, fleet: Fleet, rows: Sequence[TraceRow], speed: float) -> FleetOutcome:
+        if self.name == "step":
+            return simulate_steps(fleet, rows, speed=speed)
+        return simulate_coarsely(fleet, rows, fit=self.fitted.fit if self.fitted else Fit(), speed=speed)
+
+
+def simulate_fleet(
+    given: argparse.Namespace, rows: Sequence[TraceRow], setup: Setup, slo: Slo, console: Console
+) -> int:
+    """Run each policy at the level asked for, print the table; the exit code."""
+    fleet, routes = asked_fleet(given, setup, given.replicas)
+    rows = copies(rows, given.copies)
+    names = _levels(given.level, fleet.replicas)
+    reports: dict[str, list[FleetReport]] = {}
+    plain: dict[str, object] = {"fleet": {**asdict(fleet), "replica": setup.settings()}}
+    for name in names:
+        level = _Level(
+            name=name, fitted=_fit(given, fleet, rows, console, given.scale_rate) if name == "coarse" else None
+        )
+        runs = []
+        for route in routes:
+            one = replace(fleet, route=route)
+            began = time.perf_counter()
+            found = level.run(one, rows, given.scale_rate)
+            took = time.perf_counter() - began
+            runs.append((route, found))
+            reports.setdefault(name, []).append(fleet_report(one, found, slo))
+            console.print(f"{name} {route}: {len(rows):,} requests in {duration(took)}", highlight=False)
+        _print(f"{fleet.replicas} replicas, {name} level", reports[name], console)
+        plain[name] = [asdict(one) for one in reports[name]]
+        if given.plot and name == names[0]:
+            _plot(given.plot, runs, f"Time to first token, {fleet.replicas} replicas, {name} level")
+    tokens = setup.scheduler.num_slots * fleet.replicas
+    pooled = pooled_hits(rows, tokens)
+    console.print(f"one cache of all {fleet.replicas} pools would have {pooled:.1%}", highlight=False)
+    if len(names) == 2:
+        _print_agreement(reports["step"], reports["coarse"], console)
+    if given.json is not None:
+        _write(given.json, plain | {"pooled_hits": pooled})
+    return FAILED if any(one.report.misses for each in reports.values() for one in each) else DONE
+
+
+def _levels(asked: str, replicas: int) -> list[str]:
+    if asked == "auto":
+        return ["step" if replicas <= MOST_STEP_REPLICAS else "coarse"]
+    return ["step", "coarse"] if asked == "both" else [asked]
+
+
+def _fit(
+    given: argparse.Namespace, fleet: Fleet, rows: Sequence[TraceRow], console: Console, speed: float = 1.0
+) -> Fitted:
+    began = time.perf_counter()
+    found = fitted(fleet, rows, requests=given.fit_requests, speed=speed)
+    console.print(
+        f"coarse level fitted to 2 replicas of the scheduler on {found.requests:,} requests in"
+        f" {duration(time.perf_counter() - began)}: steps x {found.fit.seconds:g}, cache x {found.fit.cache:g}; coarse"
+        f" over step there: TTFT p50 {found.p50:.2f}, p95 {found.p95:.2f}, hits {found.hits:.2f}",
+        highlight=False,
+    )
+    return found
+
+
+def _print(title: str, reports: Sequence[FleetReport], console: Console) -> None:
+    table = Table(title=title, title_justify="left")
+    table.add_column("policy", no_wrap=True)
+    for column in ("cached", "TTFT p50", "p95", "p99", "in time", "ITL p95", "load", "Jain", "seen/told"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in reports:
+        found = one.report
+        table.add_row(
+            one.route,
+            f"{one.hits:.1%}",
+            *(duration(value) for value in (found.ttft.p50, found.ttft.p95, found.ttft.p99)),
+            f"{one.in_time:.1%}",
+            duration(found.itl.p95),
+            f"{one.load:.2f}",
+            "-" if found.jain is None else f"{found.jain:.3f}",
+            "-" if one.error_p50 is None else f"{one.error_p50:.2f}",
+        )
+    console.print(table)
+    for one in reports:
+        refused = sum(one.report.refused.values())
+        rest = f"busy {one.busy:.0%}, E2E p95 {duration(one.report.e2e.p95)}, {one.moved:,} moved, {refused:,} refused"
+        console.print(f"  {one.route:<16}{rest}", highlight=False)
+        for name, measured in one.report.misses.items():
+            console.print(f"MISSED by {one.route}: {name} is {duration(measured)}", highlight=False)
+
+
+def _print_agreement(step: Sequence[FleetReport], coarse: Sequence[FleetReport], console: Console) -> None:
+    """How far the coarse level is from the step level, and in how many pairs of policies both agree."""
+    same = total = 0
+    for name, statistic in (("ttft", "p50"), ("ttft", "p95"), ("e2e", "p95")):
+        mine, other = ([one.report.value(name, statistic) or 0.0 for one in each] for each in (step, coarse))
+        found, pairs = pairs_in_order(mine, other)
+        same, total = same + found, total + pairs
+        apart = ", ".join(
+            f"{one.route} {second / first - 1:+.0%}"
+            for one, first, second in zip(step, mine, other, strict=True)
+            if first
+        )
+        console.print(f"coarse against step, {name} {statistic}: {apart}", highlight=False)
+    mine, other = ([one.hits for one in each] for each in (step, coarse))
+    found, pairs = pairs_in_order(mine, other)
+    text = f"{same + found} of {total + pairs} pairs that are 5 % apart in the same order"
+    console.print(f"coarse against step: {text}", highlight=False)
+
+
+def print_fleet_plan(
+    given: argparse.Namespace, rows: Sequence[TraceRow], setup: Setup, slo: Slo, console: Console
+) -> int:
+    """The fewest replicas for each policy; 1 where no number keeps the objectives."""
+    fleet, routes = asked_fleet(given, setup, len(given.lose_replica) + 1)
+    rows = copies(rows, given.copies)
+    level = _fit(given, fleet, rows, console)
+    plans = plan_fleet(fleet, rows, slo, routes, fit=level.fit)
+    table = Table(title=f"Replicas for {slo}, coarse level", title_justify="left")
+    table.add_column("policy")
+    for column in ("replicas", "over halves", "cached", "TTFT p95", "busy", "cost / 1,000 requests", "one less misses"):
+        table.add_column(column, justify="right")
+    for plan in plans:
+        table.add_row(plan.route, *_plan_cells(plan, given.replica_cost))
+    console.print(table)
+    if given.json is not None:
+        _write(given.json, {"plans": [asdict(plan) for plan in plans], "fit": asdict(level)})
+    return DONE if plans[0].replicas else FAILED
+
+
+def _plan_cells(plan: FleetPlan, cost: float) -> list[str]:
+    if plan.at is None:
+        return ["none keeps them", "-", "-", "-", "-", "-", "-"]
+    found = plan.at.report
+    hours = plan.replicas * found.seconds / _HOURS
+    one_less = plan.one_less.report.misses if plan.one_less is not None else {}
+    missed = ", ".join(f"{name} {duration(value)}" for name, value in one_less.items())
+    return [
+        f"{plan.replicas}",
+        f"{plan.low} to {plan.high}",
+        f"{plan.at.hits:.1%}",
+        duration(found.ttft.p95),
+        f"{plan.at.busy:.0%}",
+        f"{hours * cost / max(found.served, 1) * 1000:.3g}",
+        missed or "-",
+    ]
+
+
+def _plot(where: str, runs: Sequence[tuple[str, FleetOutcome]], title: str) -> None:
+    try:
+        Path(where).write_text(ttft_svg(runs, title), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--plot {where} cannot be written: {error.strerror}") from None
+
+
+def _write(path: Path, plain: dict[str, object]) -> None:
+    try:
+        path.write_text(json.dumps(plain, indent=1, default=str) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from None

@@ -1,0 +1,78 @@
+"""Tenants' service over replicas, and the number of replicas wanted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quire_engine.cost_model import CostModel
+from quire_engine.limits import SchedulerLimits
+from quire_engine.routing.fleet import TenantService, WantedReplicas, first_to_go, request_seconds
+from quire_engine.routing.views import ReplicaView
+from quire_engine.types import TenantStats
+
+COST = CostModel(step=0.01, row=1e-4, prompt=((1, 0.011), (512, 0.06)))
+VIEW = ReplicaView(name="a", cohort="", state="ready", cost=COST, limits=SchedulerLimits())
+
+
+def stats(**service: float) -> list[TenantStats]:
+    return [TenantStats(tenant=name, total_service=value) for name, value in service.items()]
+
+
+def test_service_elsewhere_is_that_of_all_others() -> None:
+    service = TenantService()
+    service.observe("a", stats(x=100.0, y=5.0))
+    service.observe("b", stats(x=30.0))
+    assert service.all_elsewhere("a") == {"x": 30.0, "y": 0.0}
+    assert service.elsewhere("b", "x") == 100.0
+    assert service.elsewhere("c", "x") == 130.0
+
+
+def test_an_engine_that_restarts_or_is_lost_has_given_what_it_gave() -> None:
+    service = TenantService()
+    service.observe("a", stats(x=100.0))
+    service.observe("a", stats(x=10.0))  # a new engine
+    assert service.elsewhere("b", "x") == 110.0
+    assert service.elsewhere("a", "x") == 100.0
+    service.remove("a")
+    assert service.elsewhere("b", "x") == 110.0
+
+
+def test_wanted_follows_the_offered_work() -> None:
+    wanted, now = WantedReplicas(), 0.0
+    for _ in range(120):
+        wanted.offer(busy_seconds=1.5, predicted_ttft=0.1, now=now)
+        now += 1.0
+    assert wanted.wanted(now, ready=1) == 2
+    for _ in range(120):
+        wanted.offer(busy_seconds=3.1, predicted_ttft=0.1, now=now)
+        now += 1.0
+    assert wanted.wanted(now, ready=2) == 5
+
+
+def test_up_at_once_when_late_for_ten_seconds_and_down_after_five_minutes() -> None:
+    wanted, now = WantedReplicas(ttft_target=1.0), 0.0
+    seen = []
+    for _ in range(30):
+        wanted.offer(busy_seconds=0.1, predicted_ttft=2.0, now=now)
+        seen.append(wanted.wanted(now, ready=2))
+        now += 1.0
+    assert seen[5] == 1
+    assert seen[12] == 3
+    for _ in range(299):
+        wanted.offer(busy_seconds=0.1, predicted_ttft=0.2, now=now)
+        assert wanted.wanted(now, ready=3) >= 3
+        now += 1.0
+    assert wanted.wanted(now + 20, ready=3) == 1
+
+
+def test_the_replica_with_the_fewest_cached_seconds_goes_first() -> None:
+    slow = replace(COST, prompt=((1, 0.11), (512, 0.6)))
+    views = [VIEW, replace(VIEW, name="b", cost=slow), replace(VIEW, name="c")]
+    assert first_to_go(views, {"a": 500, "b": 100, "c": 400}) == "c"
+
+
+def test_a_request_costs_its_prompt_and_its_part_of_the_steps() -> None:
+    busy = replace(VIEW, decodes=32, context=3_000)
+    alone, shared = (request_seconds(view, prompt_tokens=0, output_tokens=100) for view in (VIEW, busy))
+    assert alone > 10 * shared
+    assert request_seconds(VIEW, prompt_tokens=5_120, output_tokens=0) > 9 * COST.prompt_seconds(512)

@@ -1,0 +1,214 @@
+"""Fleets on paper: what each policy reaches on shared prefixes, failures, the coarse level beside the step level."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from quire_engine.cost_model import CostModel
+from quire_engine.errors import ConfigError
+from quire_engine.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.simulation.coarse import Fit, fitted, simulate_coarsely
+from quire_engine.simulation.fleet import Fleet, FleetOutcome, copies, pooled_hits, simulate_steps
+from quire_engine.simulation.fleet_report import FleetReport, fleet_report, pairs_in_order, plan_fleet, ttft_svg
+from quire_engine.simulation.setup import Setup
+from quire_engine.simulation.simulator import simulate
+from quire_engine.simulation.slo import Slo, parse_slo
+from quire_engine.simulation.traces import TraceRow
+
+COST = CostModel(
+    step=0.012,
+    row=6e-5,
+    context=2e-8,
+    prompt=((1, 0.0125), (512, 0.048), (4096, 0.345)),
+    chunk_context=2.5e-10,
+    request=0.002,
+)
+LIMITS = SchedulerLimits(
+    block_size=512, max_num_seqs=64, max_num_batched_tokens=4096, prefill_chunk=4096, itl_target=0.0
+)
+SETUP = Setup(
+    scheduler=SchedulerConfig(num_blocks=130, max_model_len=32_768, limits=LIMITS),
+    cost=COST,
+    max_num_queued_reqs=10_000,
+)
+FLEET = Fleet(replica=SETUP, replicas=4)
+ROUTES = ("predicted_ttft", "cache_aware", "least_requests", "round_robin")
+
+
+@cache
+def load(count: int = 300, rate: float = 7.0, sessions: int = 40) -> tuple[TraceRow, ...]:
+    """Prompts of 1.5 to 10 thousand tokens, that begin with a common block and one of their session's chain."""
+    rng, at, rows = random.Random(1), 0.0, []
+    for _ in range(count):
+        at += rng.expovariate(rate)
+        session, depth = rng.randrange(sessions), rng.randrange(3, 20)
+        blocks = (1, *[session * 1000 + number for number in range(depth - 1)])
+        rows.append(
+            TraceRow(
+                at=at,
+                input_tokens=depth * 512 + rng.randrange(512),
+                output_tokens=rng.randrange(20, 120),
+                blocks=blocks,
+                block_tokens=512,
+            )
+        )
+    return tuple(rows)
+
+
+@cache
+def run(fleet_route: str, level: str, **more: object) -> tuple[FleetOutcome, FleetReport]:
+    fleet = replace(FLEET, route=fleet_route, **more)  # type: ignore[arg-type]
+    found = simulate_steps(fleet, load()) if level == "step" else simulate_coarsely(fleet, load(), fit=Fit())
+    return found, fleet_report(fleet, found)
+
+
+@pytest.mark.parametrize("level", ["step", "coarse"])
+def test_predicted_ttft_finds_what_is_cached(level: str) -> None:
+    ours, turns = run("predicted_ttft", level)[1], run("round_robin", level)[1]
+    assert ours.hits > 1.5 * turns.hits
+    assert (ours.report.ttft.p95 or 0) < 0.6 * (turns.report.ttft.p95 or 0)
+    assert ours.report.served == len(load())
+    assert ours.load < 1.6
+    assert ours.error_p50 is not None
+    assert 0.75 < ours.error_p50 < 1.25
+
+
+def test_a_fleet_of_one_is_one_server() -> None:
+    fleet = replace(FLEET, replicas=1, route="round_robin")
+    rows = load()[:120]
+    found, alone = simulate_steps(fleet, rows).outcome, simulate(SETUP, rows)
+    assert [(one.first_at, one.last_at, one.cached_tokens) for one in found.requests] == [
+        (one.first_at, one.last_at, one.cached_tokens) for one in alone.requests
+    ]
+    assert sorted(found.gaps) == sorted(alone.gaps)
+    assert (found.steps, found.seconds) == (alone.steps, alone.seconds)
+
+
+@pytest.mark.parametrize("level", ["step", "coarse"])
+def test_equal_fleets_have_equal_outcomes(level: str) -> None:
+    rows = load()[:80]
+    first, second = [
+        simulate_steps(FLEET, rows) if level == "step" else simulate_coarsely(FLEET, rows, fit=Fit()) for _ in range(2)
+    ]
+    assert first.chosen == second.chosen
+    assert [one.first_at for one in first.outcome.requests] == [one.first_at for one in second.outcome.requests]
+
+
+def test_coarse_has_the_order_of_step() -> None:
+    step, coarse = ([run(route, level)[1] for route in ROUTES] for level in ("step", "coarse"))
+    values = [
+        (
+            [one.hits for one in each],
+            [one.report.ttft.p95 or 0.0 for one in each],
+            [one.report.ttft.p50 or 0.0 for one in each],
+        )
+        for each in (step, coarse)
+    ]
+    same = total = 0
+    for mine, other in zip(*values, strict=True):
+        found, pairs = pairs_in_order(mine, other, apart=0.1)
+        same, total = same + found, total + pairs
+    assert total >= 9
+    assert same >= 0.9 * total
+    for one, other in zip(step, coarse, strict=True):
+        assert abs(other.hits - one.hits) < 0.06
+
+
+def test_the_fit_makes_coarse_nearer() -> None:
+    found = fitted(FLEET, load(), requests=150)
+    assert 0.9 < found.hits < 1.1
+    assert 0.8 < found.p95 < 1.25
+    assert 0.85 < found.p50 < 1.2
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize("level", ["step", "coarse"])
+def test_a_lost_replica_costs_time_and_no_request(level: str) -> None:
+    whole = run("predicted_ttft", level)[1]
+    found, report = run("predicted_ttft", level, lose_at=(20.0,))
+    assert found.moved > 0
+    assert report.report.served == len(load())
+    assert all(one.num_tokens == one.row.output_tokens for one in found.outcome.requests)
+    assert (report.report.ttft.p95 or 0) >= (whole.report.ttft.p95 or 0)
+    late = [number for number, row in enumerate(load()) if row.at > 22.5]
+    assert late
+    assert 0 not in found.chosen[-len(late) // 2 :]
+
+
+def test_a_slow_replica_gets_less_and_the_fleet_degrades_only_a_little() -> None:
+    found, report = run("predicted_ttft", "step", slow=3.0)
+    turns = run("round_robin", "step", slow=3.0)[1]
+    assert found.counts[3] < 0.75 * sum(found.counts[:3]) / 3
+    assert (report.report.ttft.p95 or 0) < 0.5 * (turns.report.ttft.p95 or 0)
+
+
+@pytest.mark.parametrize("wrong", [{"stale": 5.0}, {"wrong_cost": 1.3}, {"wrong_cost": 0.7}])
+def test_a_stale_index_and_a_wrong_cost_degrade_and_do_not_oscillate(wrong: dict[str, float]) -> None:
+    true = run("predicted_ttft", "step")[1]
+    found, report = run("predicted_ttft", "step", **wrong)
+    assert report.hits > 0.7 * true.hits
+    assert report.hits > 1.3 * run("round_robin", "step")[1].hits
+    assert (report.report.ttft.p95 or 0) < 2 * (true.report.ttft.p95 or 0)
+    for begin in range(0, len(found.chosen) - 40, 20):  # herds would send all of a few seconds to one replica
+        assert max(Counter(found.chosen[begin : begin + 40]).values()) <= 28
+
+
+def test_fleets_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="one must be left"):
+        simulate_steps(replace(FLEET, replicas=1, lose_at=(1.0,)), load()[:5])
+    with pytest.raises(ConfigError, match="at most 16"):
+        simulate_steps(replace(FLEET, replicas=17), load()[:5])
+
+
+# ---------------------------------------------------------------- reports and plans
+
+
+def test_a_plan_is_the_fewest_replicas_that_suffice() -> None:
+    slo = parse_slo("ttft_p95=1s")
+    plans = plan_fleet(FLEET, load(), slo, ["round_robin", "predicted_ttft"], fit=Fit())
+    assert [plan.route for plan in plans] == ["predicted_ttft", "round_robin"]
+    best = plans[0]
+    assert best.at is not None
+    assert not best.at.report.misses
+    assert best.one_less is not None
+    assert best.one_less.report.misses
+    assert best.low <= best.replicas <= best.high
+    with pytest.raises(ConfigError, match="needs objectives"):
+        plan_fleet(FLEET, load(), Slo(), ["round_robin"], fit=Fit())
+
+
+def test_copies_are_other_users() -> None:
+    rows = copies(load()[:50], 3)
+    assert len(rows) == 150
+    assert [row.at for row in rows] == sorted(row.at for row in rows)
+    assert {row.tenant for row in rows} == {"copy-0", "copy-1", "copy-2"}
+    assert pooled_hits(rows, 10**9) == pytest.approx(pooled_hits(load()[:50], 10**9), rel=0.05)
+    found = simulate_coarsely(FLEET, rows, fit=Fit())
+    jain = fleet_report(FLEET, found).report.jain
+    assert jain is not None
+    assert jain > 0.95
+
+
+def test_a_pooled_cache_is_an_upper_bound() -> None:
+    pooled = pooled_hits(load(), 4 * 130 * 512)
+    assert pooled > run("predicted_ttft", "step")[1].hits > 0.6 * pooled
+
+
+def test_pairs_that_are_near_have_no_order() -> None:
+    assert pairs_in_order([1.0, 1.01, 2.0], [3.0, 2.0, 4.0]) == (2, 2)
+    assert pairs_in_order([1.0, 2.0], [2.0, 1.0]) == (0, 1)
+
+
+def test_the_picture_names_every_policy() -> None:
+    text = ttft_svg([(route, run(route, "coarse")[0]) for route in ROUTES], "a & b")
+    assert text.startswith("<svg")
+    assert "a &amp; b" in text
+    assert all(f">{route}</text>" in text for route in ROUTES)
+    assert text.count("<polyline") == len(ROUTES)
