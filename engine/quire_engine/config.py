@@ -130,6 +130,9 @@ class EngineConfig:
     packed_cache_size: int = 64 << 30  # bytes of all such files
     async_scheduling: AsyncScheduling = "auto"  # plan a step while the one before it is computed; on a GPU only
     speculation: str = "off"  # one of SPECULATIONS, model:DIR or eagle:DIR, for steps that compute several tokens
+    enable_lora: bool = False  # requests may name adapters
+    max_lora_rank: int = 16  # of an adapter's matrices
+    max_cpu_loras: int | None = None  # adapters in memory; None: as many as run at once
     check_invariants: bool = False  # after every step, not only when idle
     faults: tuple[Fault, ...] = ()  # to be injected, for tests
 
@@ -195,6 +198,9 @@ class EnginePlan:
     speculation: str = ""  # how tokens are guessed, or the reason why not; empty: not asked for
     draft_model: str = ""  # the directory of the model or head that guesses tokens
     draft_bytes: int = 0  # its weights and its pool
+    adapters: int = 0  # that may be in memory at once; 0: they are not enabled
+    max_lora_rank: int = 0
+    adapter_bytes: int = 0  # of all adapters in memory, at most
     hidden_size: int = 0  # length of an embedding
     # The cost of a token; 0: unknown.
     layer_parameters: int = 0  # multiplied with every token

@@ -265,11 +265,12 @@ class AdaptedOps:
     pack(matrix) -> LowRank
         Copies what it needs.
     num_bytes(low_rank) -> int
-        Of memory.
+        Of memory; `itemsize` bytes for each value of A and B.
     """
 
     pack: Callable[[LowRankMatrix], LowRank]
     num_bytes: Callable[[LowRank], int]
+    itemsize: int
     norm_linear: Callable[[Tensor, Norm | None, LinearWeight, Addend], Tensor]
     norm_gate_up: Callable[[Tensor, Norm | None, LinearWeight, Activation, Addend], Tensor]
     linear_add: Callable[[Tensor, LinearWeight, Tensor, float, Addend], Tensor]

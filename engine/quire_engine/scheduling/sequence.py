@@ -133,6 +133,7 @@ class Group:
     reads_output: bool = field(init=False)
     sampling: SamplingParams = field(init=False)
     is_batch: bool = field(init=False)
+    adapter: str = field(init=False)  # its digest, or empty
 
     def __post_init__(self) -> None:
         request = self.request
@@ -143,6 +144,7 @@ class Group:
         self.reads_output = request.sampling.reads_output or self.beams is not None  # the host chooses the beams
         self.sampling = request.sampling if self.beams is None else self.beams.sampling
         self.is_batch = request.service_class == "batch"
+        self.adapter = "" if request.adapter is None else request.adapter.digest
         self.pooled = PooledPrompt(request.pooling) if request.pooling else None
 
     @property

@@ -56,6 +56,7 @@ class LinearOps:
         return AdaptedOps(
             pack=pack_low_rank,
             num_bytes=lambda low_rank: low_rank.num_bytes,
+            itemsize=_BF16.itemsize,
             norm_linear=lambda x, norm, w, addend: self._normed(x, norm, w, Epilogue.STORE, addend),
             norm_gate_up=lambda x, norm, w, act, addend: self._normed(x, norm, w, GATES[act], addend),
             linear_add=self.linear_add,

@@ -84,5 +84,10 @@ def _with_adapted(
 
 
 ADAPTED = AdaptedOps(
-    pack=pack, num_bytes=num_bytes, norm_linear=norm_linear, norm_gate_up=norm_gate_up, linear_add=linear_add
+    pack=pack,
+    num_bytes=num_bytes,
+    itemsize=4,
+    norm_linear=norm_linear,
+    norm_gate_up=norm_gate_up,
+    linear_add=linear_add,
 )

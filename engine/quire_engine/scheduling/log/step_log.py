@@ -472,5 +472,6 @@ def scheduling_inputs(group: Group) -> dict[str, object]:
         "max_running": request.max_running,
         "service_class": request.service_class,
         "deadline": request.deadline,
+        "adapter": group.adapter,
         "num_beams": 0 if request.beam is None else request.beam.width,
     }
