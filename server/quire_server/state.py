@@ -20,13 +20,14 @@ from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
 from quire_engine.quality_store import stored_quality
 from quire_engine.types import EnginePort
+from quire_server.engine.adapters import ServedAdapters
 from quire_server.engine.admission import QueueLimits, TenantGate, TtftGate
 from quire_server.engine.engine_client import EngineClient
 from quire_server.engine.recovery import Quarantine
 from quire_server.engine.request_names import RequestNames
 from quire_server.engine.supervisor import EngineState, Supervisor
 from quire_server.engine.tenants import Tenant, Tenants
-from quire_server.errors import NotReady, ShuttingDown
+from quire_server.errors import BadRequest, NotReady, ShuttingDown
 from quire_server.http.credentials import Credentials
 from quire_server.http.large_reply import ReplyBudget
 from quire_server.metrics.metrics import Metrics
@@ -80,6 +81,7 @@ class ServerState:
     tenants: Tenants = field(default_factory=Tenants)
     formats: ModelFormats = PLAIN  # the model's formats of reasoning and tool calls
     engine_trouble: Callable[[], str | None] = _engine_serves  # called at each probe: why the engine cannot serve now
+    adapters: ServedAdapters = field(default_factory=ServedAdapters)  # that requests may name
     inspect: Callable[[str, str], Awaitable[bytes]] = _nobody_to_ask  # `Supervisor.inspect`
     control: Callable[[str, str], Awaitable[bytes]] = _nobody_to_ask  # `Supervisor.control`
     # Seconds since the engine should have been killed and replaced; below 0 it is not overdue.
@@ -146,7 +148,7 @@ class ServerState:
 
     def knows_model(self, name: str | None) -> bool:
         """Whether requests may name this model; None and an empty name ask for the default."""
-        return not name or name in self.model_names
+        return not name or name in self.model_names or name in self.adapters
 
 
 def state_of(request: Request) -> ServerState:
@@ -194,6 +196,14 @@ async def build_state(
     tenants = tenants_of(settings, credentials.known.tenants)  # which may have been read again since the start
     metrics = _metrics(settings, plan, tenants, usage)
     supervisor.on_restart = metrics.engine_restarted
+    adapters = ServedAdapters(supervisor.control if settings.enable_lora else None, taken=names)
+    try:
+        for module in settings.lora_modules:
+            await adapters.load(module.name, module.path, parent=module.base_model_name)
+    except BadRequest as error:
+        if prompts is not None:
+            prompts.close()
+        raise ModelLoadError(f"--lora-modules: {error.message}") from None
     return ServerState(
         settings=settings,
         credentials=credentials,
@@ -207,6 +217,7 @@ async def build_state(
         defaults=defaults,
         pooling=pooling,
         scoring=scoring,
+        adapters=adapters,
         inspect=supervisor.inspect,
         control=supervisor.control,
         overdue_seconds=lambda: supervisor.stuck_seconds() - supervisor.hang_seconds,

@@ -6,8 +6,8 @@ know: scheduling, the names that clients use.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 import time
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
