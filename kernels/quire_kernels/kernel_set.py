@@ -225,6 +225,8 @@ class LowRankMatrix:
 
 # A `LowRankMatrix` in the implementation's form. Opaque to the model.
 LowRank = Any
+# A sequence of what an adapter adds at each site of a program, `LowRank | None`, in the implementation's form.
+AdapterSites = Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +242,7 @@ class StepAdapters:
     """The adapters of a step's rows, for all products."""
 
     slots: Tensor  # [T] int32, the place of each row's adapter in `adapters`; -1: it has none
-    adapters: tuple[tuple[LowRank | None, ...], ...]  # of each adapter, what it adds at each site of the program
+    adapters: tuple[AdapterSites, ...]
 
     def at(self, site: int | None) -> Addend | None:
         """What is added at one site; None: nothing to any row."""
@@ -264,11 +266,14 @@ class AdaptedOps:
 
     pack(matrix) -> LowRank
         Copies what it needs.
+    bind(sites) -> AdapterSites
+        All of an adapter, by site.
     num_bytes(low_rank) -> int
         Of memory; `itemsize` bytes for each value of A and B.
     """
 
     pack: Callable[[LowRankMatrix], LowRank]
+    bind: Callable[[Sequence[LowRank | None]], AdapterSites]
     num_bytes: Callable[[LowRank], int]
     itemsize: int
     norm_linear: Callable[[Tensor, Norm | None, LinearWeight, Addend], Tensor]

@@ -211,22 +211,16 @@ def test_files_that_changed_end_the_request_with_a_clear_error(made, tmp_path: P
     assert "cannot be loaded" in (result["gone", 0].error or "")
 
 
-def test_the_plan_counts_the_memory_of_adapters() -> None:
+def test_the_plan_counts_the_memory_of_adapters(tmp_path: Path) -> None:
     path = str(shared_checkpoint("qwen3"))
     plan = resolve_plan(engine_config(model=path, device="cpu", enable_lora=True, max_loras=2, max_cpu_loras=5))
     one = resolve_plan(engine_config(model=path, device="cpu", enable_lora=True)).adapter_bytes
     assert (plan.adapters, plan.adapter_bytes, plan.max_lora_rank) == (5, 5 * one, 16)
     config = load_model_config(Path(path))
-    read = read_adapter(write_adapter_of_rank_16(), config, max_rank=16)
+    read = read_adapter(write_adapter(tmp_path, Path(path), rank=16), config, max_rank=16)
     for kernels in (REFERENCE, cpu_kernel_set(1)):
         of_kernels = pack(read, config, kernels.adapted).num_bytes
         assert of_kernels <= one * kernels.adapted.itemsize / 4 + 64 * len(read.matrices)
-
-
-def write_adapter_of_rank_16() -> Path:
-    import tempfile
-
-    return write_adapter(Path(tempfile.mkdtemp()), shared_checkpoint("qwen3"), rank=16)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from quire_engine.execution.models.served import ModelFacts
 from quire_engine.execution.models.weights import SITES
 from quire_engine.execution.step_tensors import StepTensors
 from quire_engine.types import Adapter
-from quire_kernels.kernel_set import AdaptedOps, KernelSet, LowRank, StepAdapters
+from quire_kernels.kernel_set import AdaptedOps, AdapterSites, KernelSet, LowRank, StepAdapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Packed:
 
     digest: str
     rank: int
-    sites: tuple[LowRank | None, ...]  # by site, of all layers
+    sites: AdapterSites
     num_bytes: int
 
 
@@ -191,4 +191,4 @@ def pack(read: ReadAdapter, config: ModelConfig, ops: AdaptedOps) -> Packed:
     for site, matrix in read.matrices.items():
         sites[site] = ops.pack(matrix)
     num_bytes = sum(ops.num_bytes(packed) for packed in sites if packed is not None)
-    return Packed(read.digest, read.rank, tuple(sites), num_bytes)
+    return Packed(read.digest, read.rank, ops.bind(sites), num_bytes)

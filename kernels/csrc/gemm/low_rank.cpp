@@ -48,14 +48,14 @@ struct Groups {
   int64_t count;
 };
 
-void group_rows(const Addend& addend, int64_t m, int64_t adapters, Groups* groups) {
+void group_rows(const Addend& addend, int64_t m, Groups* groups) {
   int32_t end = 0;
   groups->count = 0;
-  for (int64_t slot = 0; slot < adapters; ++slot) {
-    if (addend.matrices[slot * addend.stride].rank == 0) continue;
+  for (int64_t slot = 0; slot < addend.step->count; ++slot) {
+    if (addend.at(slot).rank == 0) continue;
     int in_group = 0;
     for (int64_t row = 0; row < m; ++row) {
-      if (addend.slots[row] != slot) continue;
+      if (addend.step->slots[row] != slot) continue;
       if (in_group == 0) groups->starts[groups->count++] = end;
       groups->order[end++] = static_cast<int32_t>(row);
       in_group = (in_group + 1) % kGroupRows;
@@ -68,10 +68,8 @@ void group_rows(const Addend& addend, int64_t m, int64_t adapters, Groups* group
 
 Addend shrunk_rows(Context& context, const StepAdapters& adapters, int64_t site, const Linear& w, const bf16* x,
                    int64_t m, const Norm* norm) {
-  Addend addend{adapters.slots, adapters.matrices + site, adapters.sites, nullptr, 0};
-  for (int64_t slot = 0; slot < adapters.adapters; ++slot) {
-    addend.width = std::max(addend.width, addend.matrices[slot * addend.stride].rank);
-  }
+  Addend addend{&adapters, site, nullptr, 0};
+  for (int64_t slot = 0; slot < adapters.count; ++slot) addend.width = std::max(addend.width, addend.at(slot).rank);
   if (addend.width == 0 || m == 0) return addend;
   const bool as_is = norm == nullptr && w.k == w.columns;
   const int64_t order_bytes = aligned(m * 4), starts_bytes = aligned((m + 1) * 4);
@@ -82,7 +80,7 @@ Addend shrunk_rows(Context& context, const StepAdapters& adapters, int64_t site,
   Groups groups{reinterpret_cast<int32_t*>(memory + shrunk_bytes),
                 reinterpret_cast<int32_t*>(memory + shrunk_bytes + order_bytes), 0};
   bf16* prepared = reinterpret_cast<bf16*>(memory + shrunk_bytes + order_bytes + starts_bytes);
-  group_rows(addend, m, adapters.adapters, &groups);
+  group_rows(addend, m, &groups);
   addend.shrunk = shrunk;
 
   const int64_t chunks = (addend.width + kItemRanks - 1) / kItemRanks;

@@ -29,22 +29,22 @@ struct LowRank {
 
 // The adapters of a step's rows.
 struct StepAdapters {
-  const int32_t* slots;     // [rows]; -1: none
-  const LowRank* matrices;  // [adapters, sites]
-  int64_t adapters, sites;
+  const int32_t* slots;            // [rows]; -1: none
+  const LowRank* const* adapters;  // [count], of each one its matrices by site
+  int64_t count;
 };
 
 // Of the rows of one product.
 struct Addend {
-  const int32_t* slots;     // [rows]; -1: none
-  const LowRank* matrices;  // of slot s at s * stride
-  int64_t stride;
+  const StepAdapters* step;
+  int64_t site;
   const float* shrunk;  // [rows, width]: the scaled A x of the rows that have some
   int64_t width;
 
+  const LowRank& at(int64_t slot) const { return step->adapters[slot][site]; }
   const LowRank* of(int64_t row) const {
-    const int32_t slot = slots[row];
-    return slot < 0 || matrices[slot * stride].rank == 0 ? nullptr : matrices + slot * stride;
+    const int32_t slot = step->slots[row];
+    return slot < 0 || at(slot).rank == 0 ? nullptr : &at(slot);
   }
 };
 

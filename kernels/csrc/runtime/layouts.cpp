@@ -110,9 +110,8 @@ constexpr Layout kLayouts[] = {
 
     QUIRE_STRUCTURE(StepAdapters),
     QUIRE_FIELD(StepAdapters, slots),
-    QUIRE_FIELD(StepAdapters, matrices),
     QUIRE_FIELD(StepAdapters, adapters),
-    QUIRE_FIELD(StepAdapters, sites),
+    QUIRE_FIELD(StepAdapters, count),
 
     QUIRE_STRUCTURE(Routing),
     QUIRE_FIELD(Routing, weight),

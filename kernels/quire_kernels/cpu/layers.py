@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from ctypes import Array
 from enum import IntEnum
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from quire_kernels.cpu.attention import CpuAttention, describe, raise_for
 from quire_kernels.cpu.context import Context
 from quire_kernels.cpu.experts import experts_args, routing_args
 from quire_kernels.cpu.linear import GATES, Epilogue, norm_args
-from quire_kernels.cpu.low_rank import adapters_args
-from quire_kernels.cpu.signatures import ExpertsArgs, LayerOpArgs, NormArgs, RoutingArgs, StepArgs
+from quire_kernels.cpu.low_rank import BoundAdapter, adapters_args
+from quire_kernels.cpu.signatures import ExpertsArgs, LayerOpArgs, NormArgs, RoutingArgs, StepAdaptersArgs, StepArgs
 from quire_kernels.kernel_set import (
     Attend,
     GroupedInput,
@@ -75,6 +76,7 @@ class CpuLayers:
             for part in {op.part for op in attends}
         }
         self._sites = {op.site: op.weight for op in self._program if isinstance(op, _PRODUCTS) and op.site is not None}
+        self._fitting: WeakSet[BoundAdapter] = WeakSet()  # adapters that were checked
         self._num_groups = 1 + max(op.group for op in attends)
         shapes = [op.shape for op in self._program if isinstance(op, RopeWrite | Attend)]
         self._shapes = {id(shape): attention.shape_args(shape) for shape in shapes}  # kept as the program is
@@ -100,11 +102,18 @@ class CpuLayers:
             self._describe(step),
             sampled,
             None if sampled is None else step.sample_rows.data_ptr(),
-            None if adapters is None else adapters_args(adapters, self._sites, x.shape[0]),
+            None if adapters is None else self._adapters(adapters, x.shape[0]),
             x.data_ptr(),
         )
         raise_for(failed)
         return x if sampled is None else x[: sampled[0].rows]
+
+    def _adapters(self, adapters: StepAdapters, rows: int) -> StepAdaptersArgs:
+        for adapter in adapters.adapters:
+            if adapter not in self._fitting:
+                adapter.check(self._sites)
+                self._fitting.add(adapter)
+        return adapters_args(adapters.slots, adapters.adapters, rows)
 
     def _describe(self, step: GroupedInput) -> Array[StepArgs]:
         """The step as each group of layers sees it."""

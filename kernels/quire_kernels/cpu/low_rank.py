@@ -7,7 +7,7 @@ checked here. Must not know: layers.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from quire_kernels.cpu.packing import PackedLinear
 from quire_kernels.cpu.signatures import LowRankArgs, StepAdaptersArgs
 from quire_kernels.cpu.stored import K_MULTIPLE
-from quire_kernels.kernel_set import Addend, LowRankMatrix, StepAdapters
+from quire_kernels.kernel_set import Addend, LowRankMatrix
 
 _HALF = 32  # rows of half a panel
 
@@ -74,37 +74,48 @@ def pack_low_rank(matrix: LowRankMatrix) -> PackedLowRank:
     return PackedLowRank(args, matrix.num_rows, matrix.num_inputs, matrix.gate_up, memory)
 
 
+class BoundAdapter:
+    """The matrices of one adapter, in one table for C++."""
+
+    def __init__(self, sites: Sequence[PackedLowRank | None]) -> None:
+        self._sites = tuple(sites)  # keeps their memory
+        self.table = (LowRankArgs * len(self._sites))()
+        for site, packed in enumerate(self._sites):
+            if packed is not None:
+                self.table[site] = packed.args
+
+    def __getitem__(self, site: int) -> PackedLowRank | None:
+        return self._sites[site]
+
+    def check(self, products: Mapping[int, PackedLinear]) -> None:
+        """Raises ValueError where it does not fit the products of a program, by site."""
+        for site, w in products.items():
+            packed = self._sites[site]
+            rows = 2 * w.num_outputs if w.gate_up else w.num_outputs
+            wanted = (rows, w.num_inputs, w.gate_up)
+            if packed is not None and (packed.num_rows, packed.num_inputs, packed.gate_up) != wanted:
+                raise ValueError(f"an adapter does not fit the product at site {site}")
+
+
 def addend_args(addend: Addend, w: PackedLinear, rows: int) -> StepAdaptersArgs:
     """For one product, as site 0."""
-    adapters = tuple((matrix,) for matrix in addend.matrices)
-    return adapters_args(StepAdapters(slots=addend.slots, adapters=adapters), {0: w}, rows)
+    adapters = [BoundAdapter((matrix,)) for matrix in addend.matrices]
+    for adapter in adapters:
+        adapter.check({0: w})
+    return adapters_args(addend.slots, adapters, rows)
 
 
-def adapters_args(adapters: StepAdapters, products: Mapping[int, PackedLinear], rows: int) -> StepAdaptersArgs:
-    """For the products of a program, by site. Raises ValueError for what does not fit rows or products."""
-    slots, count = adapters.slots, len(adapters.adapters)
+def adapters_args(slots: Tensor, adapters: Sequence[BoundAdapter], rows: int) -> StepAdaptersArgs:
+    """For adapters that fit. Raises ValueError for slots that are not of the step."""
+    count = len(adapters)
     if slots.dtype is not torch.int32 or slots.shape != (rows,) or not slots.is_contiguous():
         raise ValueError(f"slots must be contiguous int32 [{rows}]")
     if rows and (int(slots.min()) < -1 or int(slots.max()) >= count):
         raise ValueError(f"slots must be -1 or those of {count} adapters")
-    sites = 1 + max(products)
-    table = (LowRankArgs * (count * sites))()
-    for slot, adapter in enumerate(adapters.adapters):
-        for site, w in products.items():
-            packed = adapter[site]
-            if packed is None:
-                continue
-            if not _fits(packed, w):
-                raise ValueError(f"adapter {slot} does not fit the product at site {site}")
-            table[slot * sites + site] = packed.args
-    args = StepAdaptersArgs(slots=slots.data_ptr(), matrices=ctypes.addressof(table), adapters=count, sites=sites)
-    args.kept = (slots, table, adapters.adapters)
+    tables = (ctypes.c_void_p * count)(*[ctypes.addressof(adapter.table) for adapter in adapters])
+    args = StepAdaptersArgs(slots=slots.data_ptr(), adapters=ctypes.addressof(tables), count=count)
+    args.kept = (slots, tables, adapters)
     return args
-
-
-def _fits(packed: PackedLowRank, w: PackedLinear) -> bool:
-    rows = 2 * w.num_outputs if w.gate_up else w.num_outputs
-    return (packed.num_rows, packed.num_inputs, packed.gate_up) == (rows, w.num_inputs, w.gate_up)
 
 
 def _in_halves(rows: Tensor, filled: int, *, gate_up: bool) -> Tensor:

@@ -165,7 +165,7 @@ class LowRankArgs(ctypes.Structure):
 class StepAdaptersArgs(ctypes.Structure):
     """`struct StepAdapters`: the adapters of a step's rows."""
 
-    _fields_ = (("slots", c_void_p), ("matrices", c_void_p), ("adapters", c_int64), ("sites", c_int64))
+    _fields_ = (("slots", c_void_p), ("adapters", c_void_p), ("count", c_int64))
     kept: tuple[object, ...]  # keeps the memory at the addresses alive
 
 

@@ -85,6 +85,7 @@ def _with_adapted(
 
 ADAPTED = AdaptedOps(
     pack=pack,
+    bind=tuple,
     num_bytes=num_bytes,
     itemsize=4,
     norm_linear=norm_linear,
