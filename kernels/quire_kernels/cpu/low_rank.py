@@ -121,11 +121,12 @@ def adapters_args(slots: Tensor, adapters: Sequence[BoundAdapter], rows: int) ->
 def _in_halves(rows: Tensor, filled: int, *, gate_up: bool) -> Tensor:
     """[N, ...] as [halves, 32, ...] in the order of panels: of a gate-up pair 32 rows of each in turns."""
     if not gate_up:
-        return _cut(rows, filled, 2 * _HALF).unflatten(0, (-1, _HALF))
-    gate, up = (_cut(part, filled, _HALF).unflatten(0, (-1, _HALF)) for part in rows.chunk(2))
+        return _split(rows, filled, 2 * _HALF)
+    gate, up = (_split(part, filled, _HALF) for part in rows.chunk(2))
     return torch.stack([gate, up], dim=1).flatten(0, 1)
 
 
-def _cut(rows: Tensor, filled: int, multiple: int) -> Tensor:
-    missing = -len(rows) % multiple
-    return torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), filled)]) if missing else rows
+def _split(rows: Tensor, filled: int, multiple: int) -> Tensor:
+    """Filled up to a multiple of rows, as [halves, 32, ...]."""
+    missing = rows.new_full((-len(rows) % multiple, *rows.shape[1:]), filled)
+    return torch.cat([rows, missing]).view(-1, _HALF, *rows.shape[1:])

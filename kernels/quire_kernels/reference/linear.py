@@ -68,11 +68,11 @@ def norm_linear(x: Tensor, norm: Norm | None, w: Linear) -> Tensor:
 
 
 def norm_gate_up(x: Tensor, norm: Norm | None, w: Linear, activation: Activation) -> Tensor:
-    def project(rows: Tensor) -> Tensor:
+    def compute(rows: Tensor) -> Tensor:
         gate, up = project(normed(rows, norm), w).float().chunk(2, dim=-1)  # [R, I] each
         return gated(gate, up, activation).to(x.dtype)
 
-    return by_tiles(project, x)
+    return by_tiles(compute, x)
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.config import ModelConfig
-from quire_engine.execution.models.weights import Part, expected_shapes, gate_up_parts, qkv_parts, site_of
+from quire_engine.execution.models.weights import Part, Site, expected_shapes, gate_up_parts, qkv_parts, site_of
 from quire_kernels.kernel_set import LowRankMatrix, LowRankPart
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -264,7 +264,7 @@ def _pairs(file: Path, data: bytes, settings: _Settings, shapes: Mapping[str, tu
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise ModelLoadError(f"{file}: it is no file of safetensors: {error}") from None
     found: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):
         matched = _TENSOR.fullmatch(name)
         module = "" if matched is None else f"model.layers.{int(matched[1])}.{matched[2]}"
         if matched is None or module not in shapes:
@@ -297,7 +297,10 @@ def _matrices(
     """By site; a module's rows lie where those of its matrix do."""
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
-        places = [("qkv", qkv_parts(config, index)), ("o", [Part(prefix + "self_attn.o_proj")])]
+        places: list[tuple[Site, list[Part]]] = [
+            ("qkv", qkv_parts(config, index)),
+            ("o", [Part(prefix + "self_attn.o_proj")]),
+        ]
         if not config.has_experts(index):
             places += [("gate_up", list(gate_up_parts(config, index))), ("down", [Part(prefix + "mlp.down_proj")])]
         for place, parts in places:

@@ -53,12 +53,11 @@ def test_a_stream_of_one_adapter_does_not_keep_another_out() -> None:
 
 def test_the_elder_gets_its_adapter_in() -> None:
     run = new_run(max_loras=1, max_num_seqs=8, elder_age_steps=3, max_bypasses=10_000)
-    run.add(*(with_adapter(f"a{i}", "a", tokens=200) for i in range(3)), with_adapter("b", "b", tokens=4))
-    for _ in range(200):
+    run.add(with_adapter("first", "a", tokens=10), with_adapter("b", "b", tokens=4))
+    for i in range(40):
+        run.add(with_adapter(f"a{i}", "a", tokens=60))
         run.one_step()
-        if "b" in run.finish_step:
-            break
-    assert run.finish_step["b"] < 200
+    assert run.finish_step["b"] < 30
     assert run.scheduler.stats().total_preemptions_by_cause["elder"] >= 3
     run.to_end()
 
@@ -72,7 +71,8 @@ def test_two_adapters_are_kept_apart_from_each_other_and_from_none() -> None:
         run.add(GenerationRequest(**{**_fields(one), "prompt_token_ids": tuple(range(64))}))
         run.to_end()
     cached = {output.request_id: output.num_cached_tokens for output in run.outputs if output.timing is not None}
-    assert cached == {"r0": 0, "r1": 0, "r2": 0, "r3": 48}
+    assert (cached["r0"], cached["r1"], cached["r2"]) == (0, 0, 0)
+    assert cached["r3"] >= 48
 
 
 def _fields(one: GenerationRequest) -> dict[str, object]:
