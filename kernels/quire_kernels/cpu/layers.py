@@ -102,7 +102,7 @@ class CpuLayers:
             self._describe(step),
             sampled,
             None if sampled is None else step.sample_rows.data_ptr(),
-            None if adapters is None else self._adapters(adapters, x.shape[0]),
+            None if adapters is None else ctypes.byref(self._adapters(adapters, x.shape[0])),
             x.data_ptr(),
         )
         raise_for(failed)

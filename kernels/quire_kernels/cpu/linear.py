@@ -99,7 +99,7 @@ class LinearOps:
         source, target = x.data_ptr(), residual.data_ptr()
         if source == target and rows:  # in place, results would be read as inputs
             raise ValueError("x and residual must not share memory")
-        added = None if addend is None else addend_args(addend, w, rows)
+        added = None if addend is None else byref(addend_args(addend, w, rows))
         if self._linear_add(self._handle, w.address, source, rows, scale, target, target, added, 0):
             raise MemoryError(f"multiplying {rows} rows")
         return residual
@@ -124,7 +124,7 @@ class LinearOps:
         dtype = torch.float32 if epilogue is Epilogue.STORE_FLOAT else _BF16
         out = torch.empty(rows, w.num_outputs, dtype=dtype)
         arguments = None if norm is None else byref(norm_args(norm, w.num_inputs))
-        added = None if addend is None else addend_args(addend, w, rows)
+        added = None if addend is None else byref(addend_args(addend, w, rows))
         operands = (x.data_ptr(), rows, arguments, out.data_ptr(), epilogue)
         if self._norm_linear(self._handle, w.address, *operands, added, 0):
             raise MemoryError(f"multiplying {rows} rows")
