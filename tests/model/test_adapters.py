@@ -66,7 +66,7 @@ def test_eight_adapters_in_one_batch_equal_the_merged_checkpoints(family: str, t
     adapters = adapters_of(tmp_path, path)
     packed = [pack(read_adapter(each, config, max_rank=16), config, REFERENCE.adapted).sites for each in adapters]
     model = Model(path)
-    blocks, ids = model.blocks(), random_ids(40, config.vocab_size)
+    blocks, ids = model.blocks(), random_ids(40)
     # The last two items have no adapter, and the fourth one as well.
     slots = [0, 1, 2, 3, 4, 5, 6, 7, -1, 3, -1]
     items = [scheduled(ids[i : i + 20], blocks.take(20), 0, 20) for i in range(len(slots))]
@@ -107,7 +107,7 @@ def bound(path: Path, computed: str) -> Adapter:
 def request(name: str, adapter: Adapter | None, *, prompt: int = 40, seed: int = 0, n: int = 1) -> GenerationRequest:
     return GenerationRequest(
         request_id=name,
-        prompt_token_ids=tuple(random_ids(prompt, 500, seed=seed)),
+        prompt_token_ids=tuple(random_ids(200)[seed : seed + prompt]),
         sampling=SamplingParams(temperature=0.8, seed=seed, num_logprobs=2, num_prompt_logprobs=None),
         stop=StopParams(max_new_tokens=8),
         n=n,
@@ -128,7 +128,8 @@ def mixture(adapters: list[Adapter]) -> list[GenerationRequest]:
     """Of every adapter and of none, each prompt with all of them, one with several choices."""
     choices = [None, *adapters]
     return [
-        request(f"r{i}", choices[i % len(choices)], seed=i // len(choices), n=2 if i == 7 else 1) for i in range(15)
+        request(f"r{i}", choices[i % len(choices)], prompt=30, seed=i // len(choices), n=2 if i == 7 else 1)
+        for i in range(15)
     ]
 
 
@@ -141,22 +142,20 @@ def test_alone_batched_chunked_cached_and_preempted_give_the_same_bits(computed:
         wanted |= generate(alone, [each])
     assert len({tuple(result.token_ids) for result in wanted.values()}) > 8
     assert generate(engine(computed), requests) == wanted
-    small = {"max_num_batched_tokens": 32, "prefill_chunk": 7, "max_num_seqs": 16}
+    small = {"max_num_batched_tokens": 32, "prefill_chunk": 7, "min_chunk": 7}
     assert generate(engine(computed, **small), requests) == wanted
     few = engine(computed, max_loras=1, max_cpu_loras=2)
     assert generate(few, requests) == wanted
     again = generate(few, [replace(each, request_id=f"again {each.request_id}") for each in requests])
-    assert {f"again {name}": result for (name, _), result in wanted.items()} == {
-        name: result for (name, _), result in again.items()
-    }
-    tight = generate(engine(computed, kv_memory=None, **pool_of(computed, 18)), requests)
+    assert again == {(f"again {name}", choice): result for (name, choice), result in wanted.items()}
+    tight = generate(engine(computed, **pool_of(computed, 18)), requests)
     assert tight == wanted
     assert max(result.num_preemptions for result in tight.values()) > 0
 
 
 def pool_of(computed: str, blocks: int) -> dict[str, object]:
-    plan = resolve_plan(replace(engine_config(model=str(shared_checkpoint(**COMPUTED[computed][0])), device="cpu",
-                                              **COMPUTED[computed][1])))  # fmt: skip
+    checkpoint, settings = COMPUTED[computed]
+    plan = resolve_plan(engine_config(model=str(shared_checkpoint(**checkpoint)), device="cpu", **settings))
     return {"kv_memory": blocks * plan.bytes_per_block, "max_model_len": 64}
 
 
