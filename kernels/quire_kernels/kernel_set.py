@@ -269,7 +269,7 @@ class AdaptedOps:
     bind(sites) -> AdapterSites
         All of an adapter, by site.
     num_bytes(low_rank) -> int
-        Of memory; `itemsize` bytes for each value of A and B.
+        Of memory; at most `itemsize` bytes for each value of A and B.
     """
 
     pack: Callable[[LowRankMatrix], LowRank]

@@ -166,7 +166,7 @@ def test_no_prefix_is_shared_with_another_adapter_or_the_model(made) -> None:
         first = generate(built, [request(f"first {i}", adapter)])
         assert next(iter(first.values())).num_cached_tokens == 0, adapter
         second = generate(built, [request(f"second {i}", adapter)])
-        assert next(iter(second.values())).num_cached_tokens == 32, adapter
+        assert next(iter(second.values())).num_cached_tokens >= 32, adapter
 
 
 def test_a_request_without_an_adapter_has_the_bits_of_a_server_without_adapters(made) -> None:
@@ -219,7 +219,7 @@ def test_the_plan_counts_the_memory_of_adapters(tmp_path: Path) -> None:
     read = read_adapter(write_adapter(tmp_path, Path(path), rank=16), config, max_rank=16)
     for kernels in (REFERENCE, cpu_kernel_set(1)):
         of_kernels = pack(read, config, kernels.adapted).num_bytes
-        assert of_kernels <= one * kernels.adapted.itemsize / 4 + 64 * len(read.matrices)
+        assert of_kernels <= one * kernels.adapted.itemsize / REFERENCE.adapted.itemsize
 
 
 @pytest.mark.parametrize(
