@@ -52,6 +52,7 @@ class ScheduledSequence:
     stop: StopParams
     pooling: Pooling = ""  # "mean": all rows of the slice are pooled; "last": its last row
     num_drafts: int = 0  # guessed tokens at the end of `token_ids`; the one before them is a decode
+    adapter: str = ""  # the digest of the adapter that computes it; empty: the model alone
 
     @property
     def num_tokens(self) -> int:

@@ -28,8 +28,9 @@ from quire_engine.config import (
 from quire_engine.drafts import Drafter, most_drafted_rows
 from quire_engine.engine import StepExecutor
 from quire_engine.errors import ConfigError, ModelLoadError, NotNative
+from quire_engine.execution.adapters import AdapterCache, adapter_bytes, check_adapters, make_adapters, num_kept
 from quire_engine.execution.constrained.grammars import Grammars
-from quire_engine.execution.device import own_dtype, resolve_device
+from quire_engine.execution.device import own_dtype, resolve_device, torch_threads
 from quire_engine.execution.drafting.eagle import EagleDrafter, Watched
 from quire_engine.execution.drafting.eagle_head import EagleConfig, EagleHead, read_eagle_config
 from quire_engine.execution.drafting.model import ModelDrafter, check_same_tokens
@@ -75,6 +76,7 @@ class BuiltEngine:
     executor: StepExecutor
     scheduler: Scheduler
     grammars: Grammars
+    adapters: AdapterCache | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +101,7 @@ class Resolved:
     bytes_per_block: int
     num_host_blocks: int
     num_staging_blocks: int  # of the pool, for swaps
+    adapter_bytes: int  # of all adapters that may be in memory
     draft: Resolved | None = None  # the model that guesses tokens
     eagle: EagleConfig | None = None  # the head that does
 
@@ -153,8 +156,8 @@ class Resolved:
 
     @property
     def bytes_beside_pool(self) -> int:
-        """Bytes of the weights, of the draft model's or head's too, and of the states of sequences."""
-        return self.weights.total + self.kept_bytes + self.draft_weights
+        """Bytes of the weights, of the draft model's or head's too, of adapters, and of the states of sequences."""
+        return self.weights.total + self.kept_bytes + self.draft_weights + self.adapter_bytes
 
     @property
     def draft_weights(self) -> int:
@@ -214,6 +217,9 @@ class Resolved:
             speculation=self.speculation,
             draft_model=draft_model(asked.speculation) or eagle_head(asked.speculation),
             draft_bytes=self.draft_weights + self.draft_blocks(pool) * self.draft_block_bytes,
+            adapters=num_kept(asked),
+            max_lora_rank=asked.max_lora_rank if asked.enable_lora else 0,
+            adapter_bytes=self.adapter_bytes,
             hidden_size=self.model.hidden_size,
             layer_parameters=self.parameters.for_each_token,
             sampled_parameters=self.parameters.for_sampled_tokens,
@@ -283,15 +289,16 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     drafter = _make_drafter(resolved, pool, tell, decoder)
     if resolved.eagle is not None and isinstance(drafter, EagleDrafter) and isinstance(decoder, Decoder):
         decoder = Watched(decoder, resolved.eagle.entering, drafter)
-    executor, swap_seconds, host_keys = _make_executor(resolved, decoder, pool, grammars)
+    adapters = make_adapters(resolved.asked, resolved.model, resolved.kernels)
+    executor, swap_seconds, host_keys = _make_executor(resolved, decoder, pool, grammars, adapters)
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started, swap_seconds=swap_seconds)
     speculate = None if drafter is None else _speculate(resolved, plan.scheduler, drafter, executor)
     scheduler = Scheduler(plan.scheduler, host_keys=host_keys, speculate=speculate)
-    return BuiltEngine(plan=plan, executor=executor, scheduler=scheduler, grammars=grammars)
+    return BuiltEngine(plan=plan, executor=executor, scheduler=scheduler, grammars=grammars, adapters=adapters)
 
 
 def _make_executor(
-    resolved: Resolved, decoder: ServedModel, pool: PoolSize, grammars: Grammars
+    resolved: Resolved, decoder: ServedModel, pool: PoolSize, grammars: Grammars, adapters: AdapterCache | None
 ) -> tuple[Executor, float, tuple[bytes, ...]]:
     """The executor, what a block's copy to the host or from it takes there, and what host blocks hold from before."""
     kernels, device, limits = resolved.kernels, resolved.device, resolved.asked.limits
@@ -314,6 +321,7 @@ def _make_executor(
         device=device,
         ahead=resolved.plans_ahead,
         grammars=grammars,
+        adapters=adapters,
         num_host_blocks=resolved.num_host_blocks,
         drafts=resolved.asked.speculation != "off",
         faults=resolved.asked.faults,
@@ -386,12 +394,13 @@ def resolve(
     kernels = found.over(_select_kernels(config, found, device, dtype, num_threads, tell, beside))
     config, speculation = _own_speculation(config, device, has_states=found.state_bytes > 0)
     _check_planning_ahead(config, kernels, device)
+    check_adapters(config, model, kernels, device)
     replaced_ops: tuple[str, ...] = ()
     if check_kernels and device.type == "cuda" and kernels.name != REFERENCE.name and isinstance(model, ModelConfig):
         kernels, replaced_ops = _checked_kernels(config, model, kernels, device, dtype)
     weights = parameters.memory(dtype.itemsize, kernels)
     if device.type == "cpu" and not kernels.own_threads and config.num_threads is None:
-        num_threads = _torch_threads(weights.total)
+        num_threads = torch_threads(weights.total)
     layout = _layout(config, model, device)
     bytes_per_block = block_bytes(kernels, model, config.limits.block_size, dtype, layout)
     num_host_blocks = host_blocks(
@@ -422,6 +431,7 @@ def resolve(
         bytes_per_block=bytes_per_block,
         num_host_blocks=num_host_blocks,
         num_staging_blocks=staging,
+        adapter_bytes=adapter_bytes(config, model, kernels),
     )
     return _with_guesser(resolved)
 
@@ -669,15 +679,6 @@ def _own_speculation(config: EngineConfig, device: torch.device, *, has_states: 
     if reason and asked != "off":
         raise ConfigError(f"speculation={asked}: {reason}; set speculation to off")
     return config, asked if asked in {"suffix", "outputs"} else ""
-
-
-def _torch_threads(weights_bytes: int) -> int:
-    """For kernels that compute on torch's threads: one thread per quarter GiB of weights.
-
-    With smaller weights torch's threads wait for each other longer than they compute, and a hundred times as long when
-    another process takes one of their cores.
-    """
-    return min(usable_cores(), 1 + weights_bytes // (256 << 20))
 
 
 def _dtype(config: EngineConfig, model: ModelFacts, device: torch.device) -> tuple[torch.dtype, str]:

@@ -132,6 +132,9 @@ class EngineConfig:
     speculation: str = "off"  # one of SPECULATIONS, model:DIR or eagle:DIR, for steps that compute several tokens
     replicas: int = 1  # engines that share this machine's memory
     alive_seconds: float = 0.0  # between two signs of life that the process sends also during a step; 0: none
+    enable_lora: bool = False  # requests may name adapters
+    max_lora_rank: int = 16  # of an adapter's matrices
+    max_cpu_loras: int | None = None  # adapters in memory; None: as many as run at once
     check_invariants: bool = False  # after every step, not only when idle
     tells_prefixes: bool = False  # a router asks which prompt blocks are cached
     faults: tuple[Fault, ...] = ()  # to be injected, for tests
@@ -199,6 +202,9 @@ class EnginePlan:
     speculation: str = ""  # how tokens are guessed, or the reason why not; empty: not asked for
     draft_model: str = ""  # the directory of the model or head that guesses tokens
     draft_bytes: int = 0  # its weights and its pool
+    adapters: int = 0  # that may be in memory at once; 0: they are not enabled
+    max_lora_rank: int = 0
+    adapter_bytes: int = 0  # of all adapters in memory, at most
     hidden_size: int = 0  # length of an embedding
     # The cost of a token; 0: unknown.
     layer_parameters: int = 0  # multiplied with every token

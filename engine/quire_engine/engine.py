@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from quire_engine.batch import Batch, StepResult
-from quire_engine.errors import InfeasibleRequest, Unanswerable
+from quire_engine.errors import InfeasibleRequest, ModelLoadError, Unanswerable
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import (
     DEADLINE_EXCEEDED,
     DEADLINE_PASSED,
+    FORGET_ADAPTER,
+    LOAD_ADAPTER,
     RESET_PREFIX_CACHE,
+    Adapter,
     EngineHealth,
     GenerationRequest,
     StepOutput,
@@ -69,6 +72,26 @@ class GrammarCompiler(Protocol):
         ...
 
 
+class AdapterStore(Protocol):
+    """Reads adapters in parallel to the steps; `execution.adapters`, or a fake in tests."""
+
+    def prepare(self, adapter: Adapter, in_use: Collection[str]) -> str | None:
+        """Empty once requests may compute with it, or the reason why none can; None: later."""
+        ...
+
+    def order(self, name: str, path: str, in_use: Collection[str]) -> dict[str, Any] | None:
+        """Load an adapter by an order of this name: its facts, or None: ask again. Raises ModelLoadError."""
+        ...
+
+    def forget(self, digest: str, in_use: Collection[str]) -> None:
+        """No further requests will come for it."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Until one more adapter is read, at most so long."""
+        ...
+
+
 def _discard(_: StepOutput) -> None:
     pass
 
@@ -82,13 +105,17 @@ class Engine:
         executor: StepExecutor,
         *,
         grammars: GrammarCompiler | None = None,
+        adapters: AdapterStore | None = None,
         check_invariants: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.on_step: Callable[[StepOutput], None] = _discard
         self._scheduler = scheduler
         self._grammars = grammars  # None: a grammar is compiled in the step that needs it
-        self._preparing: dict[str, GenerationRequest] = {}  # requests whose grammars are being compiled, by id
+        self._adapters = adapters  # None: requests with an adapter are refused
+        # By id the requests whose grammars are being compiled, or whose adapters are being read.
+        self._preparing: dict[str, GenerationRequest] = {}
+        self._unloadable: dict[str, str] = {}  # by request: why its adapter cannot be loaded
         self._held_early: set[str] = set()  # requests in `_preparing` that are to be held once they are ready
         self._executor = executor
         self._check_every_step = check_invariants
@@ -107,11 +134,26 @@ class Engine:
         return self._scheduler.has_work or waits or bool(self._unsent) or self._stats_changed
 
     def submit(self, request: GenerationRequest) -> None:
-        grammar = request.sampling.grammar
-        if grammar and self._grammars is not None and not self._grammars.prepare(grammar, request.cache_scope):
+        # One that waits for an adapter is not overtaken by later ones, for whose sake it might wait for ever.
+        if (request.adapter is not None and self._preparing) or not self._is_prepared(request, self._in_use()):
             self._preparing[request.request_id] = request
             return
         self._admit(request)
+
+    def _is_prepared(self, request: GenerationRequest, in_use: Collection[str]) -> bool:
+        """Whether nothing has to be compiled or read any more; what has begins."""
+        grammar, adapter, is_ready = request.sampling.grammar, request.adapter, True
+        if grammar and self._grammars is not None:
+            is_ready = self._grammars.prepare(grammar, request.cache_scope)
+        if adapter is not None and self._adapters is not None:
+            wrong = self._adapters.prepare(adapter, in_use)
+            if wrong:
+                self._unloadable[request.request_id] = wrong
+            is_ready = is_ready and wrong is not None
+        return is_ready or request.request_id in self._unloadable
+
+    def _in_use(self) -> set[str]:
+        return set() if self._adapters is None else self._scheduler.adapters_in_use
 
     def _admit(self, request: GenerationRequest) -> None:
         """Add the request to the scheduler, or refuse it."""
@@ -120,6 +162,11 @@ class Engine:
         if wrong is not None:
             self._refuse(request, wrong, culprit=True)
             return
+        if request.adapter is not None:
+            lacking = self._unloadable.pop(request.request_id, "")
+            if lacking or self._adapters is None:
+                self._refuse(request, lacking or "this engine computes no adapters")
+                return
         try:
             self._scheduler.add(request, self._clock())
         except InfeasibleRequest as refusal:
@@ -129,6 +176,7 @@ class Engine:
             self._scheduler.hold(request.request_id)
 
     def _refuse(self, request: GenerationRequest, error: str, *, code: str = "", culprit: bool = False) -> None:
+        self._unloadable.pop(request.request_id, None)
         self._held_early.discard(request.request_id)
         self._unsent += [
             TokenOutput(
@@ -146,6 +194,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         self._held_early.discard(request_id)
         was_preparing = self._preparing.pop(request_id, None) is not None
+        self._unloadable.pop(request_id, None)
         if self._scheduler.abort(request_id) or was_preparing:
             self._stats_changed = True
 
@@ -165,6 +214,8 @@ class Engine:
 
     def control(self, what: str, arguments: Mapping[str, Any]) -> object:
         """Carry out an operator's order; returns a plain value that describes the effect. Raises Unanswerable."""
+        if what in {LOAD_ADAPTER, FORGET_ADAPTER}:
+            return self._control_adapters(what, arguments)
         if what != RESET_PREFIX_CACHE or arguments:
             raise Unanswerable(f"there is no such order; there is {RESET_PREFIX_CACHE}, without arguments")
         dropped = self._scheduler.reset_prefix_cache()
@@ -172,6 +223,18 @@ class Engine:
             self._executor.forget_host_blocks(dropped.host_blocks)
         self._stats_changed = True
         return {"device_blocks": dropped.num_blocks, "host_blocks": len(dropped.host_blocks)}
+
+    def _control_adapters(self, what: str, arguments: Mapping[str, Any]) -> object:
+        """Load an adapter, null until that is done, or forget one."""
+        if self._adapters is None:
+            raise Unanswerable("adapters are not enabled")
+        if what == FORGET_ADAPTER:
+            self._adapters.forget(str(arguments["digest"]), self._in_use())
+            return {}
+        try:
+            return self._adapters.order(str(arguments["order"]), str(arguments["path"]), self._in_use())
+        except ModelLoadError as error:
+            raise Unanswerable(str(error)) from None
 
     def health(self) -> EngineHealth:
         return EngineHealth(alive=True, step_id=self._step_id, has_work=self._scheduler.has_work)
@@ -190,8 +253,8 @@ class Engine:
         the next step already when it ends. That step was planned as if every sequence continued; its results for
         sequences that have ended are dropped.
         """
-        if self._preparing and self._grammars is not None:
-            self._admit_prepared(self._grammars)
+        if self._preparing:
+            self._admit_prepared()
         started = self._clock()
         outputs, self._unsent = self._unsent, []
         outputs += self._scheduler.expire(started)
@@ -222,18 +285,23 @@ class Engine:
         prefixes = self._scheduler.take_prefixes()
         self.on_step(StepOutput(step_id=self._step_id, outputs=tuple(outputs), stats=stats, prefixes=prefixes))
 
-    def _admit_prepared(self, grammars: GrammarCompiler) -> None:
-        """Admit requests whose grammars are ready; if there is nothing else to do, wait shortly for one."""
+    def _admit_prepared(self) -> None:
+        """Admit requests that have all they need; if there is nothing else to do, wait shortly for one."""
         if not (self._scheduler.has_work or self._in_flight or self._unsent):
-            grammars.wait(_PREPARING_SECONDS)
-        now = self._clock()
+            has_adapters = any(request.adapter is not None for request in self._preparing.values())
+            waits_for = self._adapters if has_adapters else self._grammars
+            if waits_for is not None:
+                waits_for.wait(_PREPARING_SECONDS)
+        now, in_use = self._clock(), self._in_use()
         for request in list(self._preparing.values()):
             if request.deadline is not None and request.deadline <= now:
                 del self._preparing[request.request_id]
                 self._refuse(request, DEADLINE_PASSED, code=DEADLINE_EXCEEDED)
                 continue
-            if grammars.prepare(request.sampling.grammar, request.cache_scope):
+            if self._is_prepared(request, in_use):
                 self._admit(self._preparing.pop(request.request_id))
+            if request.adapter is not None:  # the place of one that is ready is not for those behind it
+                in_use.add(request.adapter.digest)
 
     def _collect(self, outputs: list[TokenOutput]) -> float:
         """Apply the earliest step in flight; returns the seconds spent waiting for it."""

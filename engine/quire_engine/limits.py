@@ -49,6 +49,7 @@ class SchedulerLimits:
     preemption_victim: VictimName = "least-lost"
     admission: AdmissionName = "expected"  # the growth that counts when a group enters
     batch_min_share: float = field(default=0.1, metadata=_MAY_BE_0)  # share of the tokens for batch requests that wait
+    max_loras: int = 1  # adapters of the sequences that run at once
     max_consecutive_chunks: int = field(default=2, metadata=_MAY_BE_0)  # of one prompt while others wait; 0: any
 
     @property

@@ -164,6 +164,7 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
         *_swap_lines(plan),
         *([("speculation", plan.speculation)] if plan.speculation else []),
         *([("draft model", f"{plan.draft_model}, {bytes_text(plan.draft_bytes)}")] if plan.draft_model else []),
+        *_adapter_lines(plan),
         ("fits", f"{' or '.join(fits)}; at most {limits.max_num_seqs} run at once"),
         ("reserved vs live", _live_text(plan)),
         (
@@ -201,6 +202,15 @@ def _swap_lines(plan: EnginePlan) -> list[tuple[str, str]]:
     seconds = f"; a block takes {1000 * scheduler.swap_seconds:.3g} ms one way" if scheduler.swap_seconds else ""
     size = bytes_text(scheduler.num_host_blocks * plan.bytes_per_block)
     return [("swap space", f"{size} of host memory = {scheduler.num_host_blocks:,} blocks{seconds}")]
+
+
+def _adapter_lines(plan: EnginePlan) -> list[tuple[str, str]]:
+    """The memory of adapters, where they are enabled."""
+    if not plan.adapters:
+        return []
+    at_once, size = plan.scheduler.limits.max_loras, bytes_text(plan.adapter_bytes)
+    text = f"at most {plan.adapters} in memory, of rank {plan.max_lora_rank} or less: {size}; {at_once} run at once"
+    return [("adapters", text)]
 
 
 def _window_text(scheduler: SchedulerConfig) -> str:

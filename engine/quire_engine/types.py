@@ -7,7 +7,7 @@ HTTP, text.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -31,7 +31,10 @@ MODEL_FAILED = "the model failed on this request"
 ServiceClass = Literal["interactive", "batch"]
 DEADLINE_EXCEEDED = "deadline_exceeded"  # an `error_code`, with the error below
 DEADLINE_PASSED = "the request was not finished by its deadline"
-RESET_PREFIX_CACHE = "reset_prefix_cache"  # an operator's order to the engine
+# An operator's orders to the engine.
+RESET_PREFIX_CACHE = "reset_prefix_cache"
+LOAD_ADAPTER = "load_adapter"
+FORGET_ADAPTER = "forget_adapter"
 Pooling = Literal["", "last", "mean"]  # the prompt tokens that make up its vector; empty: no vector
 
 
@@ -121,6 +124,15 @@ class BeamParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A LoRA adapter that a request is bound to: these very weights, whatever lies in the directory later."""
+
+    name: str  # as clients ask for it
+    path: str  # its directory
+    digest: str  # SHA-256 of its files, in hexadecimal digits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One prompt and n choices of continuation; with `beam` the n best hypotheses of a beam search."""
 
@@ -131,7 +143,9 @@ class GenerationRequest:
     n: int = 1
     arrival_time: float = 0.0  # seconds, monotonic clock
     priority: int = 0  # lower is earlier; read by the priority policy only
-    cache_salt: str = ""  # requests with different salts never share cached blocks; "scope\0salt", or without a scope
+    # Requests with different salts never share cached blocks; "scope\0salt", or without a scope. With an adapter its
+    # digest stands at the end, behind "\1", see `bound_to`.
+    cache_salt: str = ""
     resumed_token_ids: tuple[tuple[int, ...], ...] = ()  # crash recovery: per choice, tokens already sent
     finished_choices: tuple[int, ...] = ()  # crash recovery: choices that already ended
     pooling: Pooling = ""  # for an embedding of the prompt: max_new_tokens is 0, n is 1
@@ -144,6 +158,13 @@ class GenerationRequest:
     beam: BeamParams | None = None  # beam search instead of sampling; outputs come at its end
     speculates: bool = True  # guessed tokens may be computed for it, where the engine does that
     prediction: tuple[int, ...] = ()  # the client's own guess of the answer, for such guesses
+    adapter: Adapter | None = None  # None: the model's own weights alone
+
+    def bound_to(self, adapter: Adapter | None) -> GenerationRequest:
+        """The request with this adapter, whose blocks no request with another adapter, or without one, can share."""
+        if adapter is None:
+            return self
+        return replace(self, adapter=adapter, cache_salt=f"{self.cache_salt}\1{adapter.digest}")
 
     @property
     def num_sequences(self) -> int:

@@ -9,6 +9,7 @@
 #include "attention/attention.h"
 #include "gemm/experts.h"
 #include "gemm/gemm.h"
+#include "gemm/low_rank.h"
 #include "gemm/norm.h"
 #include "simd/bf16.h"
 #include "weights/linear.h"
@@ -45,6 +46,7 @@ struct LayerOp {
   int32_t group;      // of layers, in the pool
   int32_t part;       // of the group's blocks
   int64_t layer;      // of the part
+  int64_t site;       // by which adapters know a product; -1: none adds to it
   const Linear* weight;
   const Norm* norm;
   const AttentionShape* attention;
@@ -101,18 +103,18 @@ QUIRE_API int64_t quire_stored_panel_bytes(const Linear* w);
 QUIRE_API int32_t quire_all_finite(Context* context, const bf16* values, int64_t count, uint8_t* finite);
 
 // x [m, columns] bf16 -> norm, or none -> w -> out: bf16 [m, n], with kStoreFloat float [m, n], or of a gate-up pair,
-// with its activation, bf16 [m, n / 2].
+// with its activation, bf16 [m, n / 2]. What the rows' adapters have at `site` is added to the sums; null: no adapters.
 QUIRE_API int32_t quire_norm_linear(Context* context, const Linear* w, const bf16* x, int64_t m, const Norm* norm,
-                                    void* out, Epilogue epilogue);
+                                    void* out, Epilogue epilogue, const StepAdapters* adapters, int64_t site);
 
 // The column of the largest value of each row of norm -> w, of equal values the first, and whether all were finite.
 // `allowed` [m, (n + 63) / 64] has a bit for each column that may be told, or is null: all may. -1: none may.
 QUIRE_API int32_t quire_greedy(Context* context, const Linear* w, const bf16* x, int64_t m, const Norm* norm,
                                const uint64_t* allowed, int64_t* columns, uint8_t* finite);
 
-// out [m, n] = residual [m, n] + scale * w x; `out` may be `residual`.
+// out [m, n] = residual [m, n] + scale * w x, with adapters as above; `out` may be `residual`.
 QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16* x, int64_t m, float scale,
-                                   const bf16* residual, bf16* out);
+                                   const bf16* residual, bf16* out, const StepAdapters* adapters, int64_t site);
 
 // residual [m, columns] = (residual + the normed y [m, columns]) * scale.
 QUIRE_API int32_t quire_norm_add(Context* context, const bf16* y, int64_t m, int64_t columns, const Norm* norm,
@@ -140,11 +142,11 @@ QUIRE_API int32_t quire_attention(Context* context, const AttentionShape* shape,
 
 // Runs the ops of all layers: x [rows, H] -> the same in place, or with kKeepSampled where `sampled` is given its rows
 // alone, as the first rows of x, whose places in the step are `sample_rows`, rising. `pools` are the parts of the pool,
-// `steps` the rows as each group of layers sees them. The first result that is not 0 ends the call and leaves x
-// undefined.
+// `steps` the rows as each group of layers sees them. `adapters` of the rows, or null: none has one. The first result
+// that is not 0 ends the call and leaves x undefined.
 QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t count, const KvPool* pools,
                                const AttentionStep* steps, const AttentionStep* sampled, const int64_t* sample_rows,
-                               bf16* x);
+                               const StepAdapters* adapters, bf16* x);
 
 // Operations per second (a multiply and an add are two) of fp32 (0), bf16 (1) or int8 (2) multiply-adds into `result`;
 // 0 where the compiled variant has no instruction for them.

@@ -204,11 +204,91 @@ Source = Literal["mixed", "wide"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LowRankPart:
+    """B A, which an adapter (LoRA, Hu et al. 2021, arXiv:2106.09685) adds to some rows of a matrix, times `scale`."""
+
+    first_row: int  # of the matrix; of a gate-up pair, the gate's rows come before up's
+    shrink: Tensor  # A [r, K]
+    expand: Tensor  # B [n, r]
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRankMatrix:
+    """What an adapter adds to one matrix [N, K]: no row is in two parts."""
+
+    num_rows: int  # N; of a gate-up pair both together
+    num_inputs: int  # K
+    gate_up: bool
+    parts: tuple[LowRankPart, ...]
+
+
+# A `LowRankMatrix` in the implementation's form. Opaque to the model.
+LowRank = Any
+# A sequence of what an adapter adds at each site of a program, `LowRank | None`, in the implementation's form.
+AdapterSites = Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addend:
+    """What adapters add to the product of T rows, before activation and residual: each row's adapter, if it has one."""
+
+    slots: Tensor  # [T] int32, the place of each row's adapter in `matrices`; -1: it has none
+    matrices: tuple[LowRank | None, ...]  # of this product; None: the adapter leaves it as it is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAdapters:
+    """The adapters of a step's rows, for all products."""
+
+    slots: Tensor  # [T] int32, the place of each row's adapter in `adapters`; -1: it has none
+    adapters: tuple[AdapterSites, ...]
+
+    def at(self, site: int | None) -> Addend | None:
+        """What is added at one site; None: nothing to any row."""
+        if site is None:
+            return None
+        matrices = tuple([adapter[site] for adapter in self.adapters])
+        return None if all(matrix is None for matrix in matrices) else Addend(slots=self.slots, matrices=matrices)
+
+    def of_rows(self, rows: Tensor) -> StepAdapters:
+        """Of some of the step's rows alone."""
+        return StepAdapters(slots=self.slots[rows], adapters=self.adapters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedOps:
+    """The products of a kernel set with what adapters add to their rows.
+
+    A row without an adapter has the bits of the op of the same name in `KernelSet`. For another row h = (A x) * scale
+    and B h are float32, and B h is added to the projection with its bias before the next rounding. Each of a row's sums
+    has an order of its own, whatever the other rows and their adapters are.
+
+    pack(matrix) -> LowRank
+        Copies what it needs.
+    bind(sites) -> AdapterSites
+        All of an adapter, by site.
+    num_bytes(low_rank) -> int
+        Of memory; at most `itemsize` bytes for each value of A and B.
+    """
+
+    pack: Callable[[LowRankMatrix], LowRank]
+    bind: Callable[[Sequence[LowRank | None]], AdapterSites]
+    num_bytes: Callable[[LowRank], int]
+    itemsize: int
+    norm_linear: Callable[[Tensor, Norm | None, LinearWeight, Addend], Tensor]
+    norm_gate_up: Callable[[Tensor, Norm | None, LinearWeight, Activation, Addend], Tensor]
+    linear_add: Callable[[Tensor, LinearWeight, Tensor, float, Addend], Tensor]
+
+
+# In the records of products, `site` is the number by which adapters know the product; None: none adds to it.
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NormLinear:
     """wide = the projection of the normed x, with its bias: Q, K and V of every row."""
 
     norm: Norm | None
     weight: LinearWeight
+    site: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +298,7 @@ class NormGateUp:
     norm: Norm | None
     weight: LinearWeight
     activation: Activation
+    site: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +334,7 @@ class LinearAdd:
     source: Source
     weight: LinearWeight
     scale: float = 1.0
+    site: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +343,7 @@ class Project:
 
     source: Source
     weight: LinearWeight
+    site: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,7 +371,9 @@ LayerOp = NormLinear | NormGateUp | RopeWrite | KeepSampled | Attend | LinearAdd
 class BoundLayers(Protocol):
     """All layers of one model as one op."""
 
-    def __call__(self, x: Tensor, kv: Sequence[Tensor], step: StepInput) -> Tensor:
+    def __call__(
+        self, x: Tensor, kv: Sequence[Tensor], step: StepInput, adapters: StepAdapters | None = None
+    ) -> Tensor:
         """x [T, H], the parts of the pool -> the sampled rows [S, H] after the last layer. May reuse x's memory."""
         ...
 
@@ -415,6 +500,7 @@ class KernelSet:
     attention_scratch: Callable[[int, int, int, int], int] | None = None
     copy_blocks: Callable[[Tensor, Sequence[tuple[int, int]]], None] | None = None
     bind_layers: Callable[[Sequence[LayerOp]], BoundLayers] | None = None
+    adapted: AdaptedOps | None = None  # None: adapters are refused
     pack_stored: Callable[[Sequence[StoredMatrix], Tensor | None], LinearWeight | None] | None = None
     stored_bits: Callable[[StoredKind, int, int], float | None] | None = None
     # Whether attention's launches depend only on the numbers of rows and sequences and on bounds of lengths. Then it

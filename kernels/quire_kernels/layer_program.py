@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import Tensor
 
 from quire_kernels.kernel_set import (
+    AdaptedOps,
+    Addend,
     Attend,
     GroupedInput,
     KeepSampled,
@@ -18,12 +20,14 @@ from quire_kernels.kernel_set import (
     LinearAdd,
     LinearWeight,
     MixExperts,
+    Norm,
     NormAdd,
     NormGateUp,
     NormLinear,
     Project,
     RopeWrite,
     Source,
+    StepAdapters,
     StepInput,
 )
 
@@ -37,7 +41,14 @@ def matrices(program: Iterable[LayerOp]) -> Iterator[LinearWeight]:
             yield op.weight
 
 
-def run_layers(ops: KernelSet, program: Sequence[LayerOp], x: Tensor, kv: Sequence[Tensor], step: StepInput) -> Tensor:
+def run_layers(  # noqa: PLR0917 - called as `BoundLayers` is
+    ops: KernelSet,
+    program: Sequence[LayerOp],
+    x: Tensor,
+    kv: Sequence[Tensor],
+    step: StepInput,
+    adapters: StepAdapters | None = None,
+) -> Tensor:
     """x [T, H], the parts of the pool -> the sample rows [S, H] after all layers. May reuse x's memory."""
     rows: GroupedInput = step
     q = y = x
@@ -45,7 +56,7 @@ def run_layers(ops: KernelSet, program: Sequence[LayerOp], x: Tensor, kv: Sequen
     for op in program:
         match op:
             case NormLinear():
-                source["wide"] = ops.norm_linear(x, op.norm, op.weight)  # [T, N]
+                source["wide"] = _norm_linear(ops, x, op.norm, op, adapters)  # [T, N]
             case RopeWrite():
                 q = ops.rope_write(
                     source["wide"], op.rope, op.shape, kv[op.part], op.layer, rows.in_group(op.group)
@@ -53,6 +64,7 @@ def run_layers(ops: KernelSet, program: Sequence[LayerOp], x: Tensor, kv: Sequen
             case KeepSampled():
                 if step.sampled is not None:
                     q, x, rows = q[step.sample_rows], x[step.sample_rows], step.sampled
+                    adapters = None if adapters is None else adapters.of_rows(step.sample_rows)
                     if not len(x):
                         break
             case Attend():
@@ -60,11 +72,11 @@ def run_layers(ops: KernelSet, program: Sequence[LayerOp], x: Tensor, kv: Sequen
                     q, op.shape, kv[op.part], op.layer, rows.in_group(op.group)
                 )  # [T, Hq * D]
             case LinearAdd():
-                x = ops.linear_add(source[op.source], op.weight, x, op.scale)
+                x = _linear_add(ops, source[op.source], op, x, adapters)
             case NormGateUp():
-                source["wide"] = ops.norm_gate_up(x, op.norm, op.weight, op.activation)  # [T, I]
+                source["wide"] = _norm_gate_up(ops, x, op, adapters)  # [T, I]
             case Project():
-                y = ops.norm_linear(source[op.source], None, op.weight)  # [T, H]
+                y = _norm_linear(ops, source[op.source], None, op, adapters)  # [T, H]
             case NormAdd():
                 x = ops.norm_add(y, op.norm, x, op.scale)
             case MixExperts():
@@ -72,3 +84,35 @@ def run_layers(ops: KernelSet, program: Sequence[LayerOp], x: Tensor, kv: Sequen
                 mixed = ops.mix_experts(x, op.norm, op.routing, op.experts, op.scale, x if op.to == "x" else None)
                 x, y = (mixed, y) if op.to == "x" else (x, mixed)
     return x
+
+
+def _addend(ops: KernelSet, site: int | None, adapters: StepAdapters | None) -> tuple[AdaptedOps, Addend] | None:
+    addend = None if adapters is None else adapters.at(site)
+    if addend is None:
+        return None
+    if ops.adapted is None:
+        raise ValueError(f"the {ops.name} kernels compute no adapters")
+    return ops.adapted, addend
+
+
+def _norm_linear(
+    ops: KernelSet, x: Tensor, norm: Norm | None, op: NormLinear | Project, adapters: StepAdapters | None
+) -> Tensor:
+    found = _addend(ops, op.site, adapters)
+    if found is None:
+        return ops.norm_linear(x, norm, op.weight)
+    return found[0].norm_linear(x, norm, op.weight, found[1])
+
+
+def _norm_gate_up(ops: KernelSet, x: Tensor, op: NormGateUp, adapters: StepAdapters | None) -> Tensor:
+    found = _addend(ops, op.site, adapters)
+    if found is None:
+        return ops.norm_gate_up(x, op.norm, op.weight, op.activation)
+    return found[0].norm_gate_up(x, op.norm, op.weight, op.activation, found[1])
+
+
+def _linear_add(ops: KernelSet, x: Tensor, op: LinearAdd, residual: Tensor, adapters: StepAdapters | None) -> Tensor:
+    found = _addend(ops, op.site, adapters)
+    if found is None:
+        return ops.linear_add(x, op.weight, residual, op.scale)
+    return found[0].linear_add(x, op.weight, residual, op.scale, found[1])

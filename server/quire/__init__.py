@@ -6,6 +6,7 @@ Promises: the names and shapes of vLLM's scripts, and the same tokens as the ser
 from quire.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from quire.llm import LLM
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.prompts import LoRARequest
 from quire.sampling_params import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 from quire.vectors import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
 
@@ -18,6 +19,7 @@ __all__ = [
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "GuidedDecodingParams",
+    "LoRARequest",
     "Logprob",
     "RequestOutput",
     "SamplingParams",

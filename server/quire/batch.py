@@ -9,14 +9,29 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from quire.outputs import RequestOutput, request_output
+from quire.prompts import LoRARequest
 from quire_server.answering.answer import collect
 from quire_server.answering.generation import Generation
 from quire_server.answering.options import GenerationOptions
 from quire_server.answering.prepare import Job, prepare
 from quire_server.errors import BadRequest
 from quire_server.state import ServerState
+
+
+async def with_adapters(
+    state: ServerState, requests: Sequence[GenerationOptions], adapters: Sequence[LoRARequest | None]
+) -> list[GenerationOptions]:
+    """The requests, each of which names its adapter; those that are not loaded are. Raises BadRequest."""
+    for each in dict.fromkeys(adapter for adapter in adapters if adapter is not None):
+        served = state.adapters.find(each.lora_name)
+        if served is None or served.adapter.path != each.lora_path or each.load_inplace:
+            parent = each.base_model_name or ""
+            await state.adapters.load(each.lora_name, each.lora_path, in_place=True, parent=parent)
+    pairs = zip(requests, adapters, strict=True)
+    return [options if each is None else replace(options, model=each.lora_name) for options, each in pairs]
 
 
 async def prepare_all(state: ServerState, requests: Sequence[GenerationOptions]) -> list[Job]:

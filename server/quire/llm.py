@@ -16,12 +16,23 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from quire.batch import prepare_all, run_all
+from quire.batch import prepare_all, run_all, with_adapters
 from quire.beams import BeamSearchOutput, BeamSearchParams, beams_of, searches
 from quire.engine_thread import EngineThread
 from quire.outputs import RequestOutput
 from quire.progress import progress
-from quire.prompts import Conversation, Prompt, chats, completions, conversation_list, params_for, prompt_list
+from quire.prompts import (
+    Conversation,
+    LoRARequest,
+    LoRARequests,
+    Prompt,
+    adapters_for,
+    chats,
+    completions,
+    conversation_list,
+    params_for,
+    prompt_list,
+)
 from quire.sampling_params import SamplingParams
 from quire.tokenizer import Tokenizer
 from quire.vectors import EmbeddingRequestOutput, ScoringRequestOutput, embed_all, score_all, scored, vector_options
@@ -105,15 +116,17 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Continue each prompt: one, or a list of texts, token ids or both. Outputs are in the order of the prompts.
 
         `sampling_params`: for all prompts, or a list with one for each; without them the model's own defaults hold.
+        `lora_request`: the adapter of all prompts, or a list with one or None for each; needs `enable_lora`.
         `use_tqdm` shows a progress bar on stderr.
         """
         plain = prompt_list(prompts)
         params = params_for(len(plain), sampling_params, self.get_default_sampling_params())
-        return self._run(completions(plain, params), use_tqdm=use_tqdm)
+        return self._run(completions(plain, params), use_tqdm=use_tqdm, lora_request=lora_request)
 
     def chat(
         self,
@@ -124,6 +137,7 @@ class LLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Answer each conversation, with the model's chat template. One conversation gives a list of one output.
 
@@ -141,7 +155,7 @@ class LLM:
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
             )
-        return self._run(requests, use_tqdm=use_tqdm)
+        return self._run(requests, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
@@ -217,9 +231,12 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _run(self, requests: Sequence[GenerationOptions], *, use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self, requests: Sequence[GenerationOptions], *, use_tqdm: bool, lora_request: LoRARequests = None
+    ) -> list[RequestOutput]:
+        adapters = adapters_for(len(requests), lora_request)
         with _plain_errors(), progress(len(requests), shown=use_tqdm) as on_finished:
-            return self._thread.call(self._work.run(requests, self._ids, on_finished))
+            return self._thread.call(self._work.run(requests, adapters, self._ids, on_finished))
 
 
 class _Work:
@@ -234,10 +251,14 @@ class _Work:
         self.defaults: dict[str, Any] = state.defaults.shown
 
     async def run(
-        self, requests: Sequence[GenerationOptions], ids: Iterator[int], on_finished: Callable[[RequestOutput], None]
+        self,
+        requests: Sequence[GenerationOptions],
+        adapters: Sequence[LoRARequest | None],
+        ids: Iterator[int],
+        on_finished: Callable[[RequestOutput], None],
     ) -> list[RequestOutput]:
         async with self._turn:
-            jobs = await prepare_all(self._state, requests)
+            jobs = await prepare_all(self._state, await with_adapters(self._state, requests, adapters))
             return await run_all(self._state, jobs, ids, on_finished)
 
     async def embed(

@@ -6,7 +6,7 @@ Promises: a list with one entry for each prompt, in the order given; TypeError o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypedDict, cast
 
 from quire.sampling_params import SamplingParams
@@ -27,6 +27,18 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter, as vLLM's scripts name it: `LoRARequest("sql", 1, "/adapters/sql")`."""
+
+    lora_name: str
+    lora_int_id: int  # without effect: names are unique
+    lora_path: str  # its directory
+    base_model_name: str | None = None
+    load_inplace: bool = False  # read the directory again
+
+
+LoRARequests: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
 Prompt: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 
@@ -39,6 +51,18 @@ def completions(prompts: Sequence[str | list[int]], params: Sequence[SamplingPar
         _with_prompt(each, PromptOptions(source=[prompt], param="prompt"), show_text=isinstance(prompt, str))
         for prompt, each in zip(prompts, params, strict=True)
     ]
+
+
+def adapters_for(count: int, given: LoRARequests) -> list[LoRARequest | None]:
+    """One for each of `count` prompts."""
+    if given is None or isinstance(given, LoRARequest):
+        return [given] * count
+    each = list(given)
+    if len(each) != count:
+        raise ValueError(f"there are {count} prompts and {len(each)} lora_requests; give one, or one for each prompt")
+    if not all(one is None or isinstance(one, LoRARequest) for one in each):
+        raise TypeError("lora_request must be a LoRARequest, or a list of them")
+    return each
 
 
 def chats(

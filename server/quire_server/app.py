@@ -49,6 +49,7 @@ from quire_server.logs.tracing import Tracing
 from quire_server.metrics.metrics import Metrics
 from quire_server.metrics.request_record import CURRENT, RequestStory, totals
 from quire_server.routes import (
+    adapters,
     admin,
     dashboard,
     debug,
@@ -73,6 +74,7 @@ ROUTERS = (
     responses.router,
     messages.router,
     models.router,
+    adapters.router,
     tokens.router,
     invocations.router,
     usage.router,

@@ -20,6 +20,7 @@ from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
 from quire_engine.quality_store import stored_quality
 from quire_engine.types import EnginePort
+from quire_server.engine.adapters import ServedAdapters
 from quire_server.engine.admission import QueueLimits, TenantGate, TtftGate
 from quire_server.engine.engine_client import EngineClient
 from quire_server.engine.engines import Engines
@@ -27,7 +28,7 @@ from quire_server.engine.recovery import Quarantine
 from quire_server.engine.replicas import ReplicaSet, whole_plan
 from quire_server.engine.request_names import RequestNames
 from quire_server.engine.tenants import Tenant, Tenants
-from quire_server.errors import NotReady, ShuttingDown
+from quire_server.errors import BadRequest, NotReady, ShuttingDown
 from quire_server.http.credentials import Credentials
 from quire_server.http.large_reply import ReplyBudget
 from quire_server.metrics.metrics import Metrics
@@ -82,6 +83,7 @@ class ServerState:
     formats: ModelFormats = PLAIN  # the model's formats of reasoning and tool calls
     engine_trouble: Callable[[], str | None] = _engine_serves  # called at each probe: why the engine cannot serve now
     replicas: ReplicaSet | None = None  # None: there is one engine
+    adapters: ServedAdapters = field(default_factory=ServedAdapters)  # that requests may name
     inspect: Callable[[str, str], Awaitable[bytes]] = _nobody_to_ask  # `Supervisor.inspect`
     control: Callable[[str, str], Awaitable[bytes]] = _nobody_to_ask  # `Supervisor.control`
     # Seconds since the engine should have been killed and replaced; below 0 it is not overdue.
@@ -153,7 +155,7 @@ class ServerState:
 
     def knows_model(self, name: str | None) -> bool:
         """Whether requests may name this model; None and an empty name ask for the default."""
-        return not name or name in self.model_names
+        return not name or name in self.model_names or name in self.adapters
 
 
 def state_of(request: Request) -> ServerState:
@@ -206,6 +208,14 @@ async def build_state(
         engines.on_restart = metrics.replica_restarted
         replicas.on_route, replicas.on_move = metrics.replicas.decided, metrics.replicas.moved
         replicas.on_moved, metrics.replica_rows = metrics.replicas.move_seconds, replicas.rows
+    adapters = ServedAdapters(engines.control if settings.enable_lora else None, taken=names)
+    try:
+        for module in settings.lora_modules:
+            await adapters.load(module.name, module.path, parent=module.base_model_name)
+    except BadRequest as error:
+        if prompts is not None:
+            prompts.close()
+        raise ModelLoadError(f"--lora-modules: {error.message}") from None
     return ServerState(
         settings=settings,
         credentials=credentials,
@@ -233,6 +243,7 @@ async def build_state(
         overdue_seconds=engines.overdue_seconds,
         load_ratio=engines.load_ratio,
         engine_trouble=engines.trouble,
+        adapters=adapters,
     )
 
 

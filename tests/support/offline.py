@@ -74,7 +74,7 @@ def generate(
                 result.num_preemptions = output.timing.num_preemptions
 
     executor = built.executor if on_batch is None else _Watched(built.executor, on_batch)
-    engine = Engine(built.scheduler, executor, check_invariants=True)
+    engine = Engine(built.scheduler, executor, adapters=built.adapters, check_invariants=True)
     engine.on_step = take
     for request in requests:
         engine.submit(request)

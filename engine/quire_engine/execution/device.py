@@ -10,7 +10,7 @@ import logging
 import torch
 
 from quire_engine.errors import ConfigError
-from quire_engine.machine import why_no_gpu
+from quire_engine.machine import usable_cores, why_no_gpu
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +35,15 @@ def resolve_device(asked: str) -> torch.device:
 def own_dtype(stored: str, device: torch.device, kernels: str) -> str:
     """The type for a checkpoint's own, where none is asked for: on a CPU only the reference kernels have float16."""
     return "bfloat16" if stored == "float16" and device.type == "cpu" and kernels != "reference" else stored
+
+
+def torch_threads(weights_bytes: int) -> int:
+    """For kernels that compute on torch's threads: one thread per quarter GiB of weights.
+
+    With smaller weights torch's threads wait for each other longer than they compute, and a hundred times as long when
+    another process takes one of their cores.
+    """
+    return min(usable_cores(), 1 + weights_bytes // (256 << 20))
 
 
 def unused_gpu() -> str | None:

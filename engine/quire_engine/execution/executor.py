@@ -17,6 +17,7 @@ import torch
 from quire_engine.batch import Batch, StepResult
 from quire_engine.config import Fault
 from quire_engine.drafts import most_drafted_rows
+from quire_engine.execution.adapters import AdapterCache
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.fault_points import FaultPoints
 from quire_engine.execution.gpu.device import CudaDevice
@@ -175,6 +176,7 @@ def make_executor(
     device: torch.device,
     ahead: bool = False,
     grammars: Grammars | None = None,
+    adapters: AdapterCache | None = None,
     num_host_blocks: int = 0,
     drafts: bool = False,
     faults: Iterable[Fault] = (),
@@ -185,7 +187,7 @@ def make_executor(
     host: HostBlocks | None = None
     if not runs_by_itself(kernels, device):
         host = HostKV(kv.tensor, num_host_blocks) if num_host_blocks else None
-        runner = Runner(decoder, kv.tensor, limits.block_size, device, grammars=grammars)
+        runner = Runner(decoder, kv.tensor, limits.block_size, device, grammars=grammars, adapters=adapters)
         return Executor(runner, kv, host=host, faults=planted)
     cuda = CudaDevice(device)
     gpu_runner = GpuRunner(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire_engine.execution.step_tensors import StepTensors
-from quire_kernels.kernel_set import AttentionRows
+from quire_kernels.kernel_set import AttentionRows, StepAdapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,7 @@ class ModelInput(AttentionRows):
     sequence_ids: tuple[int, ...] = ()  # B
     forks: tuple[tuple[int, ...], ...] = ()  # B, sequences that go on from each one's last row
     released: tuple[int, ...] = ()  # sequences that ended or must begin anew
+    adapters: StepAdapters | None = None  # of the rows; None: no row has one
 
 
 def model_input(step: StepTensors, block_size: int, device: torch.device) -> ModelInput:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quire_engine.batch import Batch, StepResult
+from quire_engine.execution.adapters import AdapterCache
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.finishing import Finisher, HostSections, Span, spans
@@ -62,10 +63,12 @@ class Runner:
         device: torch.device,
         *,
         grammars: Grammars | None = None,
+        adapters: AdapterCache | None = None,
         logits_bytes: int = LOGITS_BYTES,
     ) -> None:
-        """`kv`: the pool, as the kernels lay it out. Without `grammars` requests for them fail."""
+        """`kv`: the pool, as the kernels lay it out. Without `grammars` or `adapters` requests for them fail."""
         self._decoder, self._kv, self._block_size, self._device = decoder, kv, block_size, device
+        self._adapters = adapters
         self._constraints, self._sampler = Constraints(grammars), Sampler()
         self._vocab_size = decoder.config.vocab_size
         self._logits_rows = max(1, logits_bytes // (4 * self._vocab_size))
@@ -92,7 +95,12 @@ class Runner:
         step = step_tensors(batch, self._block_size, self._vocab_size, self._constraints.possible)
         if step.pending:
             raise ValueError(f"the step before samples no token of sequence {next(iter(step.pending.values()))}")
-        hidden = self._decoder.forward(model_input(step, self._block_size, self._device), self._kv)  # [S, H]
+        rows = model_input(step, self._block_size, self._device)
+        if step.adapters:
+            if self._adapters is None:
+                raise ValueError("a request has an adapter, and there are none")
+            rows = replace(rows, adapters=self._adapters.of_step(step))
+        hidden = self._decoder.forward(rows, self._kv)  # [S, H]
         finisher = Finisher(self._decoder, step, HostSections(step.asked(), self._device), self._constraints)
         hidden = finisher.pool(hidden)
         found = self._greatest(step, hidden, finisher) or self._choose(step, hidden, finisher)

@@ -44,6 +44,8 @@ class StepTensors:
     kv_slots: array[int] = field(default_factory=_wide)  # [T], block_id * block_size + offset
     other_slots: tuple[array[int], ...] = ()  # [T] each, of the pool's groups of layers after the first
     sample_rows: array[int] = field(default_factory=_wide)  # [S], ascending
+    adapters: list[str] = field(default_factory=list)  # digests, each once
+    adapter_slots: array[int] = field(default_factory=lambda: array("i"))  # [T] with adapters: each row's, or -1
     # Of the sequences.
     query_starts: array[int] = field(default_factory=lambda: array("i", [0]))  # [B + 1]
     sampled_starts: array[int] = field(default_factory=lambda: array("i", [0]))  # [B + 1], of the sample rows alone
@@ -161,6 +163,7 @@ def step_tensors(
             step.add_choice(SampleRow.of(item, item.sequence_id, item.choice, row), vocab_size)
             for fork in item.forks:
                 step.add_choice(SampleRow.of(item, fork.sequence_id, fork.choice, row), vocab_size)
+    _add_adapters(step)
     return step
 
 
@@ -192,6 +195,14 @@ def _add_rows(step: StepTensors, item: ScheduledSequence, block_size: int, vocab
         for slots, block_ids in zip(step.other_slots, item.other_block_ids, strict=True):
             base = block_ids[index] * block_size
             slots.extend(range(base + low, base + high))
+
+
+def _add_adapters(step: StepTensors) -> None:
+    step.adapters = list(dict.fromkeys([item.adapter for item in step.items if item.adapter]))
+    if step.adapters:
+        for item in step.items:
+            slot = step.adapters.index(item.adapter) if item.adapter else -1
+            step.adapter_slots.extend((slot,) * len(item.token_ids))
 
 
 def _set_apart(step: StepTensors, start: int, num_tokens: int) -> None:

@@ -64,7 +64,13 @@ def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
         built = build(start, memory_fd=memory_fd, tell=tell)
     except (ConfigError, ModelLoadError, OSError, MemoryError) as error:
         _fail_start(connection, error)
-    engine = Engine(built.scheduler, built.executor, grammars=built.grammars, check_invariants=start.check_invariants)
+    engine = Engine(
+        built.scheduler,
+        built.executor,
+        grammars=built.grammars,
+        adapters=built.adapters,
+        check_invariants=start.check_invariants,
+    )
     loop = (
         GarblingLoop(engine, connection, decoder, start.faults, alive_seconds=start.alive_seconds)
         if start.faults

@@ -21,6 +21,7 @@ One step, `Planner.plan`, assigns `max_num_batched_tokens` tokens:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Values
 from itertools import chain, takewhile
@@ -31,7 +32,7 @@ from quire_engine.scheduling.blocks import NO_MATCH, PrefixMatch
 from quire_engine.scheduling.fairness import Accounts
 from quire_engine.scheduling.forecast import CapacityPolicy, has_room
 from quire_engine.scheduling.kv_allocator import KVAllocator
-from quire_engine.scheduling.policies import FixedChunk, Policies, QueuePolicy
+from quire_engine.scheduling.policies import FixedChunk, Policies, QueuePolicy, has_adapter_room
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.shares import ClassShares, TenantShares
@@ -217,8 +218,10 @@ class Admission:
                     group, "slots", plan
                 )  # its tenant's quota is used up: others that enter do not bypass it
                 continue
-            obstacle = self._try_to_enter(group, plan, num_partial, now)
-            while obstacle in ("slots", "kv") and self._preempt_for(group, plan):
+            # What others hold beside their adapters is of no use to a group that waits for the end of an adapter's use.
+            fits = has_adapter_room(group, self._roster.running, self._limits.max_loras)
+            obstacle = self._try_to_enter(group, plan, num_partial, now) if fits else "slots"
+            while fits and obstacle in ("slots", "kv") and self._preempt_for(group, plan):
                 obstacle = self._try_to_enter(group, plan, num_partial, now)
             if obstacle is not None:
                 self._let_wait(group, obstacle, plan)
@@ -238,6 +241,7 @@ class Admission:
 
     def seat(self, elder: Group, plan: StepPlan, now: float) -> None:
         """Let the waiting elder enter, and preempt as many other groups as that needs."""
+        self._preemptor.free_adapters_for(elder, plan)
         self._preemptor.free_slots_for(elder, plan)
         match = self._match(elder)
         self._preemptor.free_blocks_for(elder, match, plan)
@@ -526,6 +530,14 @@ class Preemptor:
         """Preempt until the waiting elder has slots for all its sequences."""
         while self._roster.num_running + len(elder.sequences) > self._limits.max_num_seqs:
             self._preempt_for_elder(plan)
+
+    def free_adapters_for(self, elder: Group, plan: StepPlan) -> None:
+        """Preempt until the waiting elder's adapter may run: all groups of those that the fewest groups have."""
+        while not has_adapter_room(elder, self._roster.running, self._limits.max_loras):
+            used = Counter(group.adapter for group in self._roster.running if group.adapter)
+            least = min(used, key=lambda adapter: (used[adapter], adapter))
+            for group in [group for group in self._roster.running if group.adapter == least]:
+                self._preempt(group, "elder", plan, by=elder)
 
     def free_blocks_for(self, elder: Group, match: PrefixMatch, plan: StepPlan) -> None:
         """Preempt until the waiting elder has blocks for its known tokens, given its cached prefix."""

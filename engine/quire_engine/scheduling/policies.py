@@ -183,6 +183,14 @@ class DeficitLongestPrefix:
             self._left[name] += more
 
 
+def has_adapter_room(group: Group, running: Iterable[Group], most: int) -> bool:
+    """Whether no more than `most` adapters are in use if the group runs too."""
+    if not group.adapter:
+        return True
+    others = {each.adapter for each in running if each.adapter}
+    return group.adapter in others or len(others) < most
+
+
 def client(group: Group) -> Client:
     """The client that a request is charged to: its tenant, or without one its cache salt."""
     request = group.request

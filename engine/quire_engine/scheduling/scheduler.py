@@ -184,6 +184,11 @@ class Scheduler:
         num_blocks, host_blocks = self._kv.forget_cached()
         return Dropped(num_blocks=num_blocks, host_blocks=host_blocks)
 
+    @property
+    def adapters_in_use(self) -> set[str]:
+        """Digests of the adapters of unfinished requests."""
+        return {group.adapter for group in self._roster.live.values() if group.adapter}
+
     def answer(self, question: str, arguments: Arguments) -> object:
         """A plain value that describes this moment; `Inspection` has the questions. Raises Unanswerable."""
         return self._inspection.answer(question, arguments)
@@ -294,7 +299,7 @@ class Scheduler:
         I2*  partition: free, cached and used blocks are disjoint and make up the pool; so it is with the host's.
         I3   exclusive writes: no step writes to a block that is shared or can be matched.
         I4*  tables: a table has just the blocks for its reserved tokens, of which there are no more than known ones.
-        I5*  limits: a step's tokens and slices, the running sequences and the unfinished prompts keep to them.
+        I5*  limits: a step's tokens and slices, running sequences, their adapters and unfinished prompts keep to them.
         I6   no stall: a running decode gets its token in every step, unless its group is preempted in it.
         I7   elder: it is never preempted for another, and what is left of its work falls with every step.
         I8   no idling: no step is empty while a request is unfinished and not held.
@@ -313,6 +318,8 @@ class Scheduler:
         limits, roster = self._config.limits, self._roster
         roster.check()
         require(roster.num_running <= limits.max_num_seqs, f"{roster.num_running} sequences run")
+        adapters = {group.adapter for group in roster.running if group.adapter}
+        require(len(adapters) <= limits.max_loras, f"{len(adapters)} adapters run")
         others = [group for group in roster.running if group is not self._planner.elder]
         for side, partial in Counter(group.side for group in others if group.is_prefilling).items():
             require(partial <= limits.max_num_partial_prefills, f"{partial} requests of {side} compute their prompts")

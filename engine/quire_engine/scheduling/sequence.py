@@ -134,6 +134,7 @@ class Group:
     sampling: SamplingParams = field(init=False)
     is_batch: bool = field(init=False)
     is_resumed: bool = field(init=False)  # an earlier engine has begun it: its client has tokens already
+    adapter: str = field(init=False)  # its digest, or empty
 
     def __post_init__(self) -> None:
         request = self.request
@@ -145,6 +146,7 @@ class Group:
         self.sampling = request.sampling if self.beams is None else self.beams.sampling
         self.is_batch = request.service_class == "batch"
         self.is_resumed = any(request.resumed_token_ids)
+        self.adapter = "" if request.adapter is None else request.adapter.digest
         self.pooled = PooledPrompt(request.pooling) if request.pooling else None
 
     @property

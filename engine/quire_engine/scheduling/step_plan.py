@@ -130,6 +130,7 @@ def _item(sequence: Sequence, num_tokens: int, drafts: tuple[int, ...]) -> Sched
         forks=_forks(group) if wants_sample and not group.prompt_shared else (),
         sampling=group.sampling,
         stop=request.stop,
+        adapter=group.adapter,
         pooling=request.pooling if request.pooling != "last" or start + num_tokens == group.num_prompt_tokens else "",
     )
 

@@ -20,7 +20,7 @@ from quire_engine.scheduling.step_plan import StepPlan
 from quire_engine.simulation.contents import STOP, Contents
 from quire_engine.simulation.leap import held_blocks
 from quire_engine.simulation.recorded import Entry, Recording
-from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams, TokenLogprobs
+from quire_engine.types import Adapter, BeamParams, GenerationRequest, SamplingParams, StopParams, TokenLogprobs
 
 
 class RecordedBeams:
@@ -213,6 +213,8 @@ class Replayer:
             resumed_token_ids=resumed,
             finished_choices=tuple(asked.get("finished_choices", ())),
             beam=BeamParams(width=width, early_stopping=True) if width else None,
+            # The digest is a part of the salt already.
+            adapter=Adapter(name="", path="", digest=asked["adapter"]) if asked.get("adapter") else None,
             **same,
         )
         self.scheduler.add(request, float(entry.plain["at"]))

@@ -363,8 +363,8 @@ QUIRE_API int32_t quire_mix_experts(Context* context, const Routing* routing, co
     prepare_rows(*context, call, &arrays);
   });
   if (failed == 0) {
-    failed =
-        quire_norm_linear(context, routing->weight, arrays.normed, m, nullptr, arrays.logits, Epilogue::kStoreFloat);
+    failed = quire_norm_linear(context, routing->weight, arrays.normed, m, nullptr, arrays.logits,
+                               Epilogue::kStoreFloat, nullptr, -1);
   }
   if (failed != 0) return failed;
   return guarded(context, [&] {

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "gemm/gemm_deal.h"
+#include "gemm/low_rank.h"
 #include "runtime/pool.h"
 #include "weights/linear.h"
 
@@ -39,6 +40,7 @@ struct Output {
   Best* best = nullptr;               // kBest: the worker's own, one for each row; `data` is not used
   const uint64_t* allowed = nullptr;  // kBest: [m, panels] bits of columns that may be the best, or null: all may
   float scale = 1.0f;                 // kAdd: of the sums
+  const Addend* addend = nullptr;     // what adapters add to the sums, or null
 };
 
 // Partial sums and decoded weights that one worker needs for m rows, in bytes.

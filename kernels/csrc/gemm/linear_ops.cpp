@@ -5,6 +5,7 @@
 
 #include "gemm/gemm.h"
 #include "gemm/gemm_rows.h"
+#include "gemm/shrinking.h"
 #include "ops.h"
 #include "runtime/context.h"
 #include "weights/kinds.h"
@@ -90,16 +91,24 @@ void project(Context& context, const Linear& w, const Input& in, const Output& o
 }  // namespace
 
 QUIRE_API int32_t quire_norm_linear(Context* context, const Linear* w, const bf16* x, int64_t m, const Norm* norm,
-                                    void* out, Epilogue epilogue) {
-  return guarded(context,
-                 [&] { project(*context, *w, {x, m, norm}, {epilogue, out, w->gate_up ? w->n / 2 : w->n, nullptr}); });
+                                    void* out, Epilogue epilogue, const StepAdapters* adapters, int64_t site) {
+  return guarded(context, [&] {
+    Output to{epilogue, out, w->gate_up ? w->n / 2 : w->n, nullptr};
+    Addend addend{};
+    if (adapters != nullptr) addend = shrunk_rows(*context, *adapters, site, *w, x, m, norm);
+    if (addend.width > 0) to.addend = &addend;
+    project(*context, *w, {x, m, norm}, to);
+  });
 }
 
 QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16* x, int64_t m, float scale,
-                                   const bf16* residual, bf16* out) {
+                                   const bf16* residual, bf16* out, const StepAdapters* adapters, int64_t site) {
   return guarded(context, [&] {
     Output to{Epilogue::kAdd, out, w->n, residual};
     to.scale = scale;
+    Addend addend{};
+    if (adapters != nullptr) addend = shrunk_rows(*context, *adapters, site, *w, x, m, nullptr);
+    if (addend.width > 0) to.addend = &addend;
     project(*context, *w, {x, m, nullptr}, to);
   });
 }

@@ -63,6 +63,7 @@ struct Context {
   Scratch shared;             // of the op that runs, for all workers
   Scratch between;            // rows on their way from one op to the next
   Scratch experts, products;  // of a block of experts: its rows, and what its products multiply
+  Scratch adapted;            // what adapters make of the rows of the product that follows
   std::vector<Scratch> own;
   Committer committer;  // of the KV pool
 };

@@ -22,7 +22,7 @@ void keep_rows(bf16* x, int64_t width, const int64_t* chosen, int64_t count) {
 
 QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t count, const KvPool* pools,
                                const AttentionStep* steps, const AttentionStep* sampled, const int64_t* sample_rows,
-                               bf16* x) {
+                               const StepAdapters* adapters, bf16* x) {
   int64_t widest = 0, heads = 0, hidden = 0;
   bool projects = false;
   for (const LayerOp* op = ops; op != ops + count; ++op) {
@@ -38,7 +38,7 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
   const int64_t wide_bytes = aligned(rows * widest * 2), head_bytes = aligned(rows * heads * 2);
   const int64_t y_bytes = projects ? aligned(rows * hidden * 2) : 0;
   try {
-    context->between.reserve(static_cast<size_t>(wide_bytes + 2 * head_bytes + y_bytes));
+    context->between.reserve(static_cast<size_t>(wide_bytes + 2 * head_bytes + y_bytes + aligned(rows * 4)));
   } catch (const std::bad_alloc&) {
     return 1;
   }
@@ -47,12 +47,14 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
   bf16* mixed = reinterpret_cast<bf16*>(context->between.data() + wide_bytes + head_bytes);
   bf16* y = reinterpret_cast<bf16*>(context->between.data() + wide_bytes + 2 * head_bytes);
 
+  StepAdapters kept{};  // of the sample rows
+  const auto added_at = [&](const LayerOp* op) { return op->site < 0 ? nullptr : adapters; };
   int64_t q_width = 0;
   int32_t failed = 0;
   for (const LayerOp* op = ops; op != ops + count && failed == 0; ++op) {
     switch (op->kind) {
       case LayerOpKind::kNormLinear:
-        failed = quire_norm_linear(context, op->weight, x, rows, op->norm, wide, op->epilogue);
+        failed = quire_norm_linear(context, op->weight, x, rows, op->norm, wide, op->epilogue, added_at(op), op->site);
         break;
       case LayerOpKind::kRopeWrite:
         q_width = int64_t{op->attention->num_heads} * op->attention->head_dim;
@@ -65,6 +67,13 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
         if (rows == 0) return 0;
         keep_rows(q, q_width, sample_rows, rows);
         keep_rows(x, hidden, sample_rows, rows);
+        if (adapters != nullptr) {
+          kept = *adapters;
+          int32_t* slots = reinterpret_cast<int32_t*>(y + y_bytes / 2);
+          for (int64_t i = 0; i < rows; ++i) slots[i] = adapters->slots[sample_rows[i]];
+          kept.slots = slots;
+          adapters = &kept;
+        }
         steps = sampled;
         break;
       case LayerOpKind::kAttend:
@@ -73,13 +82,14 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
       case LayerOpKind::kAddMixed:
       case LayerOpKind::kAddWide: {
         const bf16* source = op->kind == LayerOpKind::kAddMixed ? mixed : wide;
-        failed = quire_linear_add(context, op->weight, source, rows, op->scale, x, x);
+        failed = quire_linear_add(context, op->weight, source, rows, op->scale, x, x, added_at(op), op->site);
         break;
       }
       case LayerOpKind::kProjectMixed:
       case LayerOpKind::kProjectWide: {
         const bf16* source = op->kind == LayerOpKind::kProjectMixed ? mixed : wide;
-        failed = quire_norm_linear(context, op->weight, source, rows, nullptr, y, Epilogue::kStore);
+        failed =
+            quire_norm_linear(context, op->weight, source, rows, nullptr, y, Epilogue::kStore, added_at(op), op->site);
         break;
       }
       case LayerOpKind::kNormAdd: failed = quire_norm_add(context, y, rows, hidden, op->norm, op->scale, x); break;

@@ -90,6 +90,7 @@ constexpr Layout kLayouts[] = {
     QUIRE_FIELD(LayerOp, group),
     QUIRE_FIELD(LayerOp, part),
     QUIRE_FIELD(LayerOp, layer),
+    QUIRE_FIELD(LayerOp, site),
     QUIRE_FIELD(LayerOp, weight),
     QUIRE_FIELD(LayerOp, norm),
     QUIRE_FIELD(LayerOp, attention),
@@ -97,6 +98,20 @@ constexpr Layout kLayouts[] = {
     QUIRE_FIELD(LayerOp, rope_rows),
     QUIRE_FIELD(LayerOp, routing),
     QUIRE_FIELD(LayerOp, experts),
+
+    QUIRE_STRUCTURE(LowRank),
+    QUIRE_FIELD(LowRank, rank),
+    QUIRE_FIELD(LowRank, shrink),
+    QUIRE_FIELD(LowRank, scales),
+    QUIRE_FIELD(LowRank, expand),
+    QUIRE_FIELD(LowRank, starts),
+    QUIRE_FIELD(LowRank, firsts),
+    QUIRE_FIELD(LowRank, counts),
+
+    QUIRE_STRUCTURE(StepAdapters),
+    QUIRE_FIELD(StepAdapters, slots),
+    QUIRE_FIELD(StepAdapters, adapters),
+    QUIRE_FIELD(StepAdapters, count),
 
     QUIRE_STRUCTURE(Routing),
     QUIRE_FIELD(Routing, weight),

@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from ctypes import Array
 from enum import IntEnum
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from quire_kernels.cpu.attention import CpuAttention, describe, raise_for
 from quire_kernels.cpu.context import Context
 from quire_kernels.cpu.experts import experts_args, routing_args
 from quire_kernels.cpu.linear import GATES, Epilogue, norm_args
-from quire_kernels.cpu.signatures import ExpertsArgs, LayerOpArgs, NormArgs, RoutingArgs, StepArgs
+from quire_kernels.cpu.low_rank import BoundAdapter, adapters_args
+from quire_kernels.cpu.signatures import ExpertsArgs, LayerOpArgs, NormArgs, RoutingArgs, StepAdaptersArgs, StepArgs
 from quire_kernels.kernel_set import (
     Attend,
     GroupedInput,
@@ -32,6 +34,7 @@ from quire_kernels.kernel_set import (
     NormLinear,
     Project,
     RopeWrite,
+    StepAdapters,
     StepInput,
 )
 
@@ -52,6 +55,7 @@ class _Kind(IntEnum):
     MIX_EXPERTS = 10
 
 
+_PRODUCTS = NormLinear | NormGateUp | LinearAdd | Project
 _ADDS = {"mixed": _Kind.ADD_MIXED, "wide": _Kind.ADD_WIDE}
 _PROJECTS = {"mixed": _Kind.PROJECT_MIXED, "wide": _Kind.PROJECT_WIDE}
 
@@ -71,6 +75,8 @@ class CpuLayers:
             part: max((op for op in attends if op.part == part), key=lambda op: op.layer)
             for part in {op.part for op in attends}
         }
+        self._sites = {op.site: op.weight for op in self._program if isinstance(op, _PRODUCTS) and op.site is not None}
+        self._fitting: WeakSet[BoundAdapter] = WeakSet()  # adapters that were checked
         self._num_groups = 1 + max(op.group for op in attends)
         shapes = [op.shape for op in self._program if isinstance(op, RopeWrite | Attend)]
         self._shapes = {id(shape): attention.shape_args(shape) for shape in shapes}  # kept as the program is
@@ -78,7 +84,9 @@ class CpuLayers:
         self._blocks: list[tuple[RoutingArgs, ExpertsArgs]] = []  # likewise
         self._args = (LayerOpArgs * len(self._program))(*map(self._arguments, self._program))
 
-    def __call__(self, x: Tensor, kv: Sequence[Tensor], step: StepInput) -> Tensor:
+    def __call__(
+        self, x: Tensor, kv: Sequence[Tensor], step: StepInput, adapters: StepAdapters | None = None
+    ) -> Tensor:
         """x [T, H] -> the sampled rows [S, H] after all layers; x's memory is reused."""
         if x.dtype != torch.bfloat16 or x.shape != (step.positions.shape[0], self._width) or not x.is_contiguous():
             raise ValueError(f"x must be contiguous bfloat16 [{step.positions.shape[0]}, {self._width}]")
@@ -94,10 +102,18 @@ class CpuLayers:
             self._describe(step),
             sampled,
             None if sampled is None else step.sample_rows.data_ptr(),
+            None if adapters is None else ctypes.byref(self._adapters(adapters, x.shape[0])),
             x.data_ptr(),
         )
         raise_for(failed)
         return x if sampled is None else x[: sampled[0].rows]
+
+    def _adapters(self, adapters: StepAdapters, rows: int) -> StepAdaptersArgs:
+        for adapter in adapters.adapters:
+            if adapter not in self._fitting:
+                adapter.check(self._sites)
+                self._fitting.add(adapter)
+        return adapters_args(adapters.slots, adapters.adapters, rows)
 
     def _describe(self, step: GroupedInput) -> Array[StepArgs]:
         """The step as each group of layers sees it."""
@@ -138,7 +154,8 @@ class CpuLayers:
                 kind = _Kind.ADD_EXPERTS if op.to == "x" else _Kind.MIX_EXPERTS
                 args = {"kind": kind, "scale": op.scale, "norm": None if op.norm is None else self._norm(op.norm)}
                 args |= {"routing": ctypes.addressof(block[0]), "experts": ctypes.addressof(block[1])}
-        return LayerOpArgs(**args)
+        site = getattr(op, "site", None)
+        return LayerOpArgs(**args, site=-1 if site is None else site)
 
     def _norm(self, norm: Norm) -> int:
         """Its address for C++."""

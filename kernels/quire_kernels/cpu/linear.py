@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from quire_kernels.cpu.context import Context
+from quire_kernels.cpu.low_rank import BoundAdapter, addend_args, pack_low_rank
 from quire_kernels.cpu.packing import PackedLinear
 from quire_kernels.cpu.signatures import NormArgs
-from quire_kernels.kernel_set import Activation, Norm
+from quire_kernels.kernel_set import Activation, AdaptedOps, Addend, Norm
 
 _BF16 = torch.bfloat16
 
@@ -49,6 +50,19 @@ class LinearOps:
         self._linear_add = context.library.quire_linear_add
         self._norm_add = context.library.quire_norm_add
 
+    @property
+    def adapted(self) -> AdaptedOps:
+        """The same with what adapters add."""
+        return AdaptedOps(
+            pack=pack_low_rank,
+            bind=BoundAdapter,
+            num_bytes=lambda low_rank: low_rank.num_bytes,
+            itemsize=_BF16.itemsize,
+            norm_linear=lambda x, norm, w, addend: self._normed(x, norm, w, Epilogue.STORE, addend),
+            norm_gate_up=lambda x, norm, w, act, addend: self._normed(x, norm, w, GATES[act], addend),
+            linear_add=self.linear_add,
+        )
+
     def norm_linear(self, x: Tensor, norm: Norm | None, w: PackedLinear) -> Tensor:
         return self._normed(x, norm, w, Epilogue.STORE)
 
@@ -74,7 +88,9 @@ class LinearOps:
             raise MemoryError(f"multiplying {rows} rows")
         return list(columns), [bool(value) for value in finite]
 
-    def linear_add(self, x: Tensor, w: PackedLinear, residual: Tensor, scale: float = 1.0) -> Tensor:
+    def linear_add(
+        self, x: Tensor, w: PackedLinear, residual: Tensor, scale: float = 1.0, addend: Addend | None = None
+    ) -> Tensor:
         x = rows_of(x, w.num_inputs)
         residual = rows_of(residual, w.num_outputs)
         rows = x.shape[0]
@@ -83,7 +99,8 @@ class LinearOps:
         source, target = x.data_ptr(), residual.data_ptr()
         if source == target and rows:  # in place, results would be read as inputs
             raise ValueError("x and residual must not share memory")
-        if self._linear_add(self._handle, w.address, source, rows, scale, target, target):
+        added = None if addend is None else byref(addend_args(addend, w, rows))
+        if self._linear_add(self._handle, w.address, source, rows, scale, target, target, added, 0):
             raise MemoryError(f"multiplying {rows} rows")
         return residual
 
@@ -97,7 +114,9 @@ class LinearOps:
             raise MemoryError(f"adding {y.shape[0]} rows")
         return residual
 
-    def _normed(self, x: Tensor, norm: Norm | None, w: PackedLinear, epilogue: Epilogue) -> Tensor:
+    def _normed(
+        self, x: Tensor, norm: Norm | None, w: PackedLinear, epilogue: Epilogue, addend: Addend | None = None
+    ) -> Tensor:
         x = rows_of(x, w.num_inputs)
         if w.gate_up != (epilogue in GATES.values()):
             raise ValueError("a gate-up pair has an activation, and no other matrix has one")
@@ -105,7 +124,9 @@ class LinearOps:
         dtype = torch.float32 if epilogue is Epilogue.STORE_FLOAT else _BF16
         out = torch.empty(rows, w.num_outputs, dtype=dtype)
         arguments = None if norm is None else byref(norm_args(norm, w.num_inputs))
-        if self._norm_linear(self._handle, w.address, x.data_ptr(), rows, arguments, out.data_ptr(), epilogue):
+        added = None if addend is None else byref(addend_args(addend, w, rows))
+        operands = (x.data_ptr(), rows, arguments, out.data_ptr(), epilogue)
+        if self._norm_linear(self._handle, w.address, *operands, added, 0):
             raise MemoryError(f"multiplying {rows} rows")
         return out
 

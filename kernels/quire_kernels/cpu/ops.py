@@ -69,6 +69,7 @@ def cpu_kernel_set(
         packed_bits=KINDS[quantization].bits,
         packed_bytes=lambda weight: weight.num_bytes,
         bind_layers=partial(CpuLayers, context, attention),
+        adapted=linear.adapted,
         packed_form=packed_form(context, quantization),
         own_threads=True,
         variant=library.quire_variant().decode(),

@@ -112,6 +112,7 @@ class LayerOpArgs(ctypes.Structure):
         ("group", c_int32),
         ("part", c_int32),
         ("layer", c_int64),
+        ("site", c_int64),
         ("weight", c_void_p),
         ("norm", c_void_p),
         ("attention", c_void_p),
@@ -147,6 +148,27 @@ class ExpertsArgs(ctypes.Structure):
     )
 
 
+class LowRankArgs(ctypes.Structure):
+    """`struct LowRank`: what an adapter adds to one matrix."""
+
+    _fields_ = (
+        ("rank", c_int64),
+        ("shrink", c_void_p),
+        ("scales", c_void_p),
+        ("expand", c_void_p),
+        ("starts", c_void_p),
+        ("firsts", c_void_p),
+        ("counts", c_void_p),
+    )
+
+
+class StepAdaptersArgs(ctypes.Structure):
+    """`struct StepAdapters`: the adapters of a step's rows."""
+
+    _fields_ = (("slots", c_void_p), ("adapters", c_void_p), ("count", c_int64))
+    kept: tuple[object, ...]  # keeps the memory at the addresses alive
+
+
 class _Layout(ctypes.Structure):
     """`struct Layout`: the place of a field; without a field's name of the structure; without any name the end."""
 
@@ -164,6 +186,8 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "LayerOp": LayerOpArgs,
     "Routing": RoutingArgs,
     "Experts": ExpertsArgs,
+    "LowRank": LowRankArgs,
+    "StepAdapters": StepAdaptersArgs,
 }
 
 # name: (result, arguments), in the order of ops.h, which names the arguments. Pointers are plain addresses: shapes are
@@ -182,15 +206,15 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "quire_pack_stored": (c_int32, (c_void_p,) * 4),
     "quire_stored_panel_bytes": (c_int64, (c_void_p,)),
     "quire_all_finite": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p)),
-    "quire_norm_linear": (c_int32, (*(c_void_p,) * 3, c_int64, c_void_p, c_void_p, c_int32)),
+    "quire_norm_linear": (c_int32, (*(c_void_p,) * 3, c_int64, c_void_p, c_void_p, c_int32, c_void_p, c_int64)),
     "quire_greedy": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 4)),
-    "quire_linear_add": (c_int32, (*(c_void_p,) * 3, c_int64, c_float, c_void_p, c_void_p)),
+    "quire_linear_add": (c_int32, (*(c_void_p,) * 3, c_int64, c_float, *(c_void_p,) * 3, c_int64)),
     "quire_norm_add": (c_int32, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p)),
     "quire_mix_experts": (c_int32, (*(c_void_p,) * 4, c_int64, c_void_p, c_float, c_void_p, c_void_p)),
     "quire_given_experts": (c_int32, (*(c_void_p,) * 3, c_int64, c_int64, *(c_void_p,) * 3)),
     "quire_rope_write": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3, c_int64, c_void_p)),
     "quire_attention": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3)),
-    "quire_layers": (c_int32, (c_void_p, c_void_p, c_int64, *(c_void_p,) * 5)),
+    "quire_layers": (c_int32, (c_void_p, c_void_p, c_int64, *(c_void_p,) * 6)),
     "quire_probe_arithmetic": (c_int32, (c_void_p, c_int32, c_double, c_void_p)),
     "quire_probe_instruction": (c_char_p, (c_int32,)),
     "quire_probe_read": (c_int32, (c_void_p, c_int64, c_int32, c_void_p)),

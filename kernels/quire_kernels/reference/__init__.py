@@ -7,7 +7,7 @@ know: the engine, the server, models.
 from __future__ import annotations
 
 from quire_kernels.kernel_set import KernelSet
-from quire_kernels.reference import attention, experts, linear, paged_kv, rope
+from quire_kernels.reference import attention, experts, linear, low_rank, paged_kv, rope
 
 REFERENCE = KernelSet(
     name="reference",
@@ -29,4 +29,5 @@ REFERENCE = KernelSet(
     new_kv=paged_kv.new_kv,
     kv_part=paged_kv.kv_part,
     kv_block_bytes=paged_kv.kv_block_bytes,
+    adapted=low_rank.ADAPTED,
 )

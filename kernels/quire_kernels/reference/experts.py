@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire_kernels.kernel_set import ExpertMatrices, Norm, Routing, expert_rows
-from quire_kernels.reference.linear import Linear, _project, by_tiles, gated, normed
+from quire_kernels.reference.linear import Linear, by_tiles, gated, normed, project
 
 
 def mix_experts(  # noqa: PLR0917 - the op's contract
@@ -32,7 +32,7 @@ def router_logits(rows: Tensor, routing: Routing) -> Tensor:
     wide = Linear(_wide(routing.weight.weight), None if routing.weight.bias is None else _wide(routing.weight.bias))
     if not len(rows):
         return wide.weight.new_zeros(0, len(wide.weight))
-    return by_tiles(lambda some: _project(_wide(some), wide), rows)
+    return by_tiles(lambda some: project(_wide(some), wide), rows)
 
 
 def choose(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ def _expert(rows: Tensor, expert: int, experts: ExpertMatrices) -> Tensor:
 def _rows_of(rows: Tensor, matrix: Linear, first: int, count: int) -> Tensor:
     """The product with `count` rows of a matrix."""
     part = slice(first, first + count)
-    return _project(rows, Linear(matrix.weight[part], None if matrix.bias is None else matrix.bias[part]))
+    return project(rows, Linear(matrix.weight[part], None if matrix.bias is None else matrix.bias[part]))
 
 
 def _wide(values: Tensor) -> Tensor:

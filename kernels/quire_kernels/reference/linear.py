@@ -64,15 +64,15 @@ def embed(table: Tensor, ids: Tensor) -> Tensor:
 
 
 def norm_linear(x: Tensor, norm: Norm | None, w: Linear) -> Tensor:
-    return by_tiles(lambda rows: _project(normed(rows, norm), w), x)
+    return by_tiles(lambda rows: project(normed(rows, norm), w), x)
 
 
 def norm_gate_up(x: Tensor, norm: Norm | None, w: Linear, activation: Activation) -> Tensor:
-    def project(rows: Tensor) -> Tensor:
-        gate, up = _project(normed(rows, norm), w).float().chunk(2, dim=-1)  # [R, I] each
+    def compute(rows: Tensor) -> Tensor:
+        gate, up = project(normed(rows, norm), w).float().chunk(2, dim=-1)  # [R, I] each
         return gated(gate, up, activation).to(x.dtype)
 
-    return by_tiles(project, x)
+    return by_tiles(compute, x)
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -97,7 +97,7 @@ def activate(gate: Tensor, activation: Activation) -> Tensor:
 
 
 def linear_add(x: Tensor, w: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
-    projected = by_tiles(lambda rows: _project(rows, w), x)
+    projected = by_tiles(lambda rows: project(rows, w), x)
     # Multiplied by itself: with `alpha` torch rounds the last elements of an array differently.
     return residual.add_(projected if scale == 1.0 else projected * scale)
 
@@ -138,10 +138,10 @@ def normed(rows: Tensor, norm: Norm | None) -> Tensor:
     return rms_norm(wide - wide.mean(dim=-1, keepdim=True), norm.weight.float(), norm.eps).to(rows.dtype)
 
 
-def _project(rows: Tensor, w: Linear) -> Tensor:
+def project(rows: Tensor, w: Linear) -> Tensor:
     """rows [R, K] @ weight.T + bias: [R, N]; on a CPU in shares of columns, each computed by one thread."""
     if rows.dtype is not w.weight.dtype:
-        return _project(rows.to(w.weight.dtype), w).to(rows.dtype)
+        return project(rows.to(w.weight.dtype), w).to(rows.dtype)
     columns = w.weight.shape[0]
     threads = torch.get_num_threads()
     if rows.device.type != "cpu" or (threads == 1 and columns <= SHARE):

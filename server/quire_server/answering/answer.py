@@ -155,7 +155,7 @@ async def answer(
         id=options.reply.id or request_id,
         created=int(time.time()),
         model=options.model or state.model_names[0],
-        system_fingerprint=fingerprint(state.client.plan),
+        system_fingerprint=fingerprint(state.client.plan, job.requests[0].adapter),
     )
     rendering = renderer(head, job, generation, tokenizer=state.tokenizer)
     if options.reply.stream:

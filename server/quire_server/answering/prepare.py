@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, ThinkingParams
+from quire_engine.types import Adapter, BeamParams, GenerationRequest, SamplingParams, ThinkingParams
 from quire_server.answering.caller import Caller
 from quire_server.answering.choice import TextOptions
 from quire_server.answering.constraining.calls import reading_format
@@ -258,6 +258,11 @@ def notes(
     return headers
 
 
+def adapter_header(adapter: Adapter | None) -> dict[str, str]:
+    """The adapter that computes a reply, and the digest of its files."""
+    return {} if adapter is None else {"x-quire-adapter": f"{adapter.name}@sha256:{adapter.digest}"}
+
+
 def _header_list(names: Sequence[str]) -> str:
     """Names as one header value: harmless characters, bounded length."""
     shown = [name if _REPORTABLE.fullmatch(name) else "?" for name in names[:_MAX_REPORTED]]
@@ -293,6 +298,7 @@ def admit(state: ServerState, model: str | None) -> None:
 async def prepare(state: ServerState, options: GenerationOptions, caller: Caller | None = None) -> Job:
     """Check prompts and parameters against the model and the pool. Raises BadRequest, ContextLengthExceeded."""
     _refuse_other_models(state)
+    adapter = state.adapters.bound(options.model)
     defaults = state.defaults
     limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs, defaults.most_tokens)
     options = with_defaults(options, defaults.sampling, defaults.max_tokens)
@@ -334,13 +340,15 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
             speculates=options.speculates,
             prediction=await _prediction(state, options, limits),
         )
+        request = request.bound_to(adapter)
         requests.append(caller.claim(request, timeout=options.timeout, is_batch=options.is_batch))
     return Job(
         options=options,
         requests=tuple(requests),
         prompt_texts=tuple(texts),
         text=_text_options(state, options, parsing),
-        headers=_headers(state, options, min(request.stop.max_new_tokens for request in requests)),
+        headers=_headers(state, options, min(request.stop.max_new_tokens for request in requests))
+        | adapter_header(adapter),
     )
 
 

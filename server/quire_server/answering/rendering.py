@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from quire_engine.config import EnginePlan
+from quire_engine.types import Adapter
 from quire_server.answering.choice import ChoiceDelta
 from quire_server.answering.generation import Usage
 from quire_server.answering.options import ReplyOptions
@@ -43,8 +44,8 @@ class ReplyHead:
 _VERSION = version("quire")  # a constant, since it reads files
 
 
-def fingerprint(plan: EnginePlan) -> str:
-    """The system fingerprint: changes with version, model, device, types or kernels, as answers might.
+def fingerprint(plan: EnginePlan, adapter: Adapter | None = None) -> str:
+    """The system fingerprint: changes with version, model, device, types, kernels or adapter, as answers might.
 
     It has the model's name without its folder, so that equal servers have equal fingerprints.
     """
@@ -52,6 +53,7 @@ def fingerprint(plan: EnginePlan) -> str:
         *(_VERSION, Path(plan.model).name, plan.architecture, plan.num_parameters),
         *(plan.device, plan.dtype, plan.kernels, plan.cpu_variant, plan.quantization, plan.kv_cache_dtype),
         plan.deterministic,
+        *(() if adapter is None else (adapter.digest,)),
     )
     return "fp_" + hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
 

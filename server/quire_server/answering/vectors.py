@@ -23,7 +23,7 @@ from fastapi.responses import Response
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams, TokenOutput
 from quire_server.answering.caller import Caller, caller_of
 from quire_server.answering.generation import error_of
-from quire_server.answering.prepare import notes
+from quire_server.answering.prepare import adapter_header, notes
 from quire_server.answering.sampling import ModelLimits
 from quire_server.engine.engine_client import EngineClient, RequestStream
 from quire_server.errors import BadRequest, ContextLengthExceeded, EngineFailed, QueueFull
@@ -92,6 +92,7 @@ async def answer_embeddings(request: Request, options: VectorOptions, *, as_text
 
     work = compute_vectors(requests, take, client=state.client, metrics=state.metrics)
     usage = await unless_client_gone(request, work)
+    headers |= adapter_header(requests[0].adapter)
     return vector_reply(request, options, entries, usage, prefix="embd-", headers=headers, held=held)
 
 
@@ -194,6 +195,7 @@ async def prepare_vectors(
     if options.dimensions is not None and options.dimensions > size:
         raise BadRequest(f"'dimensions' is at most {size} for this model.", param="dimensions")
     limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs)
+    adapter = state.adapters.bound(options.model)
     by_priority = limits.scheduler.limits.scheduling_policy == "priority"
     requests: list[GenerationRequest] = []
     caller = caller or Caller()
@@ -218,6 +220,7 @@ async def prepare_vectors(
             cache_salt=options.cache_salt,
             pooling="" if options.answers or method.name == "none" else method.name,
         )
+        request = request.bound_to(adapter)
         requests.append(caller.claim(request, timeout=options.timeout, is_batch=options.is_batch))
         await asyncio.sleep(0)  # let streams run between thousands of short texts
     return requests

@@ -58,7 +58,7 @@ def trouble_of_files(names: Collection[str]) -> str:
         (SUFFIX in ends, f"{_GGUF} {listed(models(names))}"),
         (
             "adapter_config.json" in names,
-            "an adapter (LoRA), not a model; merge it into its model and serve the result",
+            "an adapter (LoRA), not a model; serve its model with --enable-lora --lora-modules name=directory",
         ),
         ("config.json" not in names, "not a checkpoint as transformers saves it: config.json: the file is missing"),
         (

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from quire_engine.errors import EngineDead, QuireError, Unanswerable
+from quire_engine.types import LOAD_ADAPTER
 
 EPOCH = "~"  # between a request's id and the number of its engine; no id has it
 _LISTS = {"request": "requests", "table": "sequences"}  # what the answers about named requests list
@@ -49,9 +50,15 @@ class ReplicaQuestions:
         return _merged(await self._ask([(each, asked) for each in chosen], what), ("live", "ended"))
 
     async def control(self, names: Sequence[str], what: str, argument: str = "{}") -> bytes:
-        """The sum of an order's effects on these replicas. Raises as `Supervisor.control` does, if any does."""
+        """The sum of an order's effects on these replicas. Raises as `Supervisor.control` does, if any does.
+
+        An adapter is loaded by one of them, which tells whether its files are good; the others load it with their first
+        request for it.
+        """
         if not names:
             raise EngineDead("no engine is there to be asked")
+        if what == LOAD_ADAPTER:
+            return await self._replicas[names[0]].control(what, argument)
         answers = await asyncio.gather(*(self._replicas[name].control(what, argument) for name in names))
         effects: list[dict[str, int]] = [msgspec.json.decode(answer) for answer in answers]
         return msgspec.json.encode({key: sum(effect[key] for effect in effects) for key in effects[0]})

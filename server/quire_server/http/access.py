@@ -212,7 +212,7 @@ def is_loopback(address: str) -> bool:
 METHODS = ("GET", "POST", "DELETE")
 EXPOSED = (
     *("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry"),
-    *("x-quire-ignored", "x-quire-clamped", "x-quire-notes"),
+    *("x-quire-ignored", "x-quire-clamped", "x-quire-notes", "x-quire-adapter"),
 )
 
 

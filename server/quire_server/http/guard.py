@@ -37,7 +37,13 @@ PAGES = frozenset(
     }
 )
 PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/load", "/version", "/metrics"}) | PAGES
-ADMIN_PATHS = ("/debug", "/admin", "/dashboard/events")  # with all paths below them; `AdminAuth` guards them
+ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+ADMIN_PATHS = (
+    "/debug",
+    "/admin",
+    "/dashboard/events",
+    *ADAPTER_PATHS,
+)  # with all paths below them; `AdminAuth` guards them
 
 log = logging.getLogger("quire.http")
 

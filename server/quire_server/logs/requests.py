@@ -11,7 +11,7 @@ import logging
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire_server.http.guard import Reply, is_admin_path
+from quire_server.http.guard import ADAPTER_PATHS, Reply, is_admin_path
 from quire_server.metrics.request_record import CURRENT, RequestStory, StoryTotals
 
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
@@ -67,9 +67,9 @@ def log_reply(reply: Reply, story: StoryTotals | None, model: str) -> None:
 
 
 def log_order(reply: Reply, root_path: str) -> None:
-    """Log an order under /admin, refused ones too; questions, by GET and HEAD, and other paths are none."""
+    """Log an order of the operator, refused ones too; questions, by GET and HEAD, and other paths are none."""
     path = reply.path.removeprefix(root_path)
-    if not is_admin_path(path) or not path.startswith("/admin") or reply.method in {"GET", "HEAD"}:
+    if not is_admin_path(path) or not path.startswith(("/admin", *ADAPTER_PATHS)) or reply.method in {"GET", "HEAD"}:
         return
     by = " at ".join(filter(None, (reply.key_name, reply.client or "a Unix socket")))
     _log_order(f"{reply.method} {path}", by, reply.status, reply)

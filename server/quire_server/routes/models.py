@@ -20,8 +20,8 @@ class Model(BaseModel):
     object: Literal["model"] = "model"
     created: int  # seconds since the epoch
     owned_by: Literal["quire"] = "quire"
-    root: str  # the first name of the same model
-    parent: str | None = None
+    root: str  # the first name of the same model; of an adapter its directory
+    parent: str | None = None  # of an adapter the model that it adds to
     max_model_len: int  # tokens of prompt and answer together
     default_sampling_params: dict[str, float]  # of requests that bring none: the model's own
     # For Anthropic's clients:
@@ -43,24 +43,28 @@ class ModelList(BaseModel):
 @router.get("")
 async def list_models(request: Request) -> ModelList:
     state = state_of(request)
-    names = state.model_names
+    names = (*state.model_names, *state.adapters)
     return ModelList(data=[_model(state, name) for name in names], first_id=names[0], last_id=names[-1])
 
 
 @router.get("/{model_id:path}", responses={ModelNotFound.status: error_response(ModelNotFound)})
 async def retrieve_model(model_id: str, request: Request) -> Model:
     state = state_of(request)
-    if model_id not in state.model_names:  # here an empty name does not mean the default
+    if (
+        model_id not in state.model_names and model_id not in state.adapters
+    ):  # here an empty name does not mean the default
         raise ModelNotFound(model_id)
     return _model(state, model_id)
 
 
 def _model(state: ServerState, name: str) -> Model:
-    started = int(state.started)
+    served = state.adapters.find(name)
+    started = int(state.started if served is None else served.loaded)
     return Model(
         id=name,
         created=started,
-        root=state.model_names[0],
+        root=state.model_names[0] if served is None else served.adapter.path,
+        parent=None if served is None else served.parent or state.model_names[0],
         max_model_len=state.max_model_len,
         default_sampling_params=state.defaults.shown,
         display_name=name,

@@ -29,6 +29,7 @@ from quire_server.settings.values import (
     Count,
     JsonObject,
     LogprobLimit,
+    LoraModules,
     Names,
     OptionalCount,
     Positive,
@@ -123,6 +124,11 @@ class EngineFields(BaseModel):
     reasoning_parser: str = option(
         "auto", "Model", "how the model marks its thoughts; auto: by its chat template; none: they are text"
     )
+    enable_lora: bool = option(False, "Model", "requests may name LoRA adapters instead of the model; on a CPU only")
+    lora_modules: LoraModules = option(
+        (), "Model", "adapters to load at the start: name=directory, or JSON with name, path and base_model_name"
+    )
+    max_lora_rank: Positive = option(16, "Model", "largest rank of an adapter's matrices")
     pooling: Literal["auto", "last", "mean", "yes-no", "none"] = option(
         "auto",
         "Model",
@@ -154,6 +160,9 @@ class EngineFields(BaseModel):
     packed_cache_size: Size = option(
         64 * 2**30, "Memory", "size of all these files; the longest unused go first", "bytes"
     )
+    max_cpu_loras: Positive | None = option(
+        None, "Memory", "adapters in memory at most, the others are read when asked for; default: --max-loras"
+    )
     block_size: BlockSize = option(LIMITS.block_size, "Memory", "tokens per KV block: 16, 32, 64, 128 or 256", "tokens")
     enable_prefix_caching: bool = option(
         LIMITS.enable_prefix_caching, "Memory", "reuse the KV blocks of equal prompt beginnings"
@@ -175,6 +184,9 @@ class EngineFields(BaseModel):
     )
     max_num_partial_prefills: int = option(
         LIMITS.max_num_partial_prefills, "Scheduling", "sequences that may be in the middle of their prompt at once"
+    )
+    max_loras: int = option(
+        LIMITS.max_loras, "Scheduling", "adapters of the sequences that are computed in one step at most"
     )
     scheduling_policy: PolicyName = option(
         LIMITS.scheduling_policy,

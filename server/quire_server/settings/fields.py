@@ -79,6 +79,16 @@ class Settings(ServerFields, EngineFields, BaseSettings):
             raise ValueError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile, else nothing is encrypted")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs: whose certificates of clients are good")
+        if self.lora_modules and not self.enable_lora:
+            raise ValueError("--lora-modules needs --enable-lora")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"--max-cpu-loras {self.max_cpu_loras} is less than the {self.max_loras} adapters that --max-loras lets"
+                f" run at once; set --max-cpu-loras to {self.max_loras} or more"
+            )
+        names = [*self.model_names, *(each.name for each in self.lora_modules)]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"the name {twice!r} stands for several models or adapters; change --lora-modules")
         if self.enable_fault_injection and self.uds is None and not is_loopback(self.host):
             raise ValueError(
                 f"--enable-fault-injection lets clients break the server, and --host {self.host} lets other machines"

@@ -57,6 +57,40 @@ def _parse_json(value: object) -> object:
         raise ValueError("expected a JSON object such as '{\"enable_thinking\": false}'") from None
 
 
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """An adapter to load at the start."""
+
+    name: str
+    path: str
+    base_model_name: str = ""  # the parent that lists of models name; empty: the model's first name
+
+
+def _parse_lora_modules(value: object) -> object:
+    """`name=path`, or vLLM's `{"name": ..., "path": ..., "base_model_name": ...}`, each once or in a list."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = [value]
+    given = _split_list(value)
+    return tuple(map(_parse_lora_module, given)) if isinstance(given, list | tuple) else given
+
+
+def _parse_lora_module(value: object) -> LoraModule:
+    expected = 'expected name=directory, or {"name": "a", "path": "/adapters/a"}'
+    if isinstance(value, LoraModule):
+        return value
+    if isinstance(value, str) and not value.lstrip().startswith("{"):
+        name, divider, path = value.partition("=")
+        fields: object = {"name": name, "path": path} if divider else None
+    else:
+        fields = _parse_json(value)
+    if not isinstance(fields, dict) or not {"name", "path"} <= fields.keys() <= {"name", "path", "base_model_name"}:
+        raise ValueError(expected)
+    words = {key: each for key, each in fields.items() if each is not None}
+    if not all(isinstance(each, str) and each for each in words.values()):
+        raise ValueError(expected)
+    return LoraModule(check_name(words["name"]), words["path"], words.get("base_model_name", ""))
+
+
 _COUNT_SUFFIX = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -134,7 +168,7 @@ def _check_networks(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _check_name(name: str) -> str:
+def check_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._/:-]{1,96}", name):
         raise ValueError("names are 1 to 96 characters of A-Z a-z 0-9 . _ - / :")
     return name
@@ -158,8 +192,9 @@ Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
 Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_origins)]
 Networks = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list), AfterValidator(_check_networks)]
 RootPath = Annotated[str, AfterValidator(_check_root_path)]
-Names = Annotated[tuple[Annotated[str, AfterValidator(_check_name)], ...], NoDecode, BeforeValidator(_split_list)]
+Names = Annotated[tuple[Annotated[str, AfterValidator(check_name)], ...], NoDecode, BeforeValidator(_split_list)]
 JsonObject = Annotated[dict[str, object], NoDecode, BeforeValidator(_parse_json)]
+LoraModules = Annotated[tuple[LoraModule, ...], NoDecode, BeforeValidator(_parse_lora_modules)]
 Count = Annotated[int, BeforeValidator(parse_count)]
 OptionalCount = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(parse_count)]
 Size = Annotated[int, BeforeValidator(_parse_size), Field(gt=0)]

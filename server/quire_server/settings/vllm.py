@@ -309,7 +309,7 @@ _TEXT = "models of text only: no images, audio or video are read"
 _EXPERTS = "models with experts are not served"
 _MAMBA = "models with states (Mamba) are not served"
 _GRAPHS = "graphs and compilers change no answer; on a GPU steps run as CUDA graphs"
-_LORA = "adapters (LoRA) are not served; merge them into the checkpoint"
+_LORA = "adapters are plain LoRA of all the matrices that they have; merge others into the checkpoint"
 _SPECULATION = (
     "--speculation guesses tokens ahead: suffix by what the request itself said, model:DIR by a smaller model,"
     " eagle:DIR by an EAGLE-3 head"
@@ -511,15 +511,13 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_any("disable-chunked-mm-input", _TEXT, "switch"),
     *_off("enable-mm-embeds mm-encoder-only", _TEXT),
     # -- Adapters and speculation
-    *_off("enable-lora enable-lora-bias enable-prompt-adapter enable-tower-connector-lora", _LORA),
-    *_never("lora-modules prompt-adapters lora-target-modules", _LORA, "values"),
+    *_off("enable-lora-bias enable-prompt-adapter enable-tower-connector-lora", _LORA),
+    *_never("prompt-adapters lora-target-modules", _LORA, "values"),
     *_never("default-mm-loras qlora-adapter-name-or-path", _LORA),
-    *_any(
-        "max-loras max-lora-rank max-cpu-loras lora-dtype lora-extra-vocab-size max-lora-cls-labels",
-        "without --enable-lora it is unused",
-    ),
-    *_any("fully-sharded-loras specialize-active-lora", "without --enable-lora it is unused", "switch"),
-    *_any("enable-mixed-moe-lora-format enable-moe-shared-loras", "without --enable-lora it is unused", "switch"),
+    *_any("lora-dtype", "adapters have the type that the kernels compute with"),
+    *_any("lora-extra-vocab-size max-lora-cls-labels", "adapters add neither tokens nor labels"),
+    *_any("fully-sharded-loras specialize-active-lora", _ONE, "switch"),
+    *_any("enable-mixed-moe-lora-format enable-moe-shared-loras", "experts are not adapted", "switch"),
     *_keys(
         "speculative-config,-sc",
         _is("speculative-config.method", "speculation", _SPECULATION, values=_METHODS),

@@ -192,12 +192,12 @@ def _names(facts: Facts) -> Iterator[Case]:
                 "names", f"model {model[:20]!r}", path, {**body, "model": model}, {400, 404}, quotes=quotes
             )
     for path in (
-        "/v1/load_lora_adapter",
-        "/v1/unload_lora_adapter",
         "/update_weights_from_tensor",
         "/load_lora_adapter",
     ):
         yield facts.case("names", "a folder", path, {"lora_name": "a", "lora_path": "../.."}, {404})
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):  # for the operator
+        yield facts.case("names", "a folder", path, {"lora_name": "a", "lora_path": "../.."}, {400, 401, 403})
     for path in ("/pause", "/sleep", "/collective_rpc", "/start_profile", "/api/pull", "/api/generate"):
         yield facts.case("names", "routes of others", path, {}, {404, 405})
 

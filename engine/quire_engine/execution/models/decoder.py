@@ -58,8 +58,8 @@ class Decoder:
             raise ValueError("a prompt of a bidirectional model must be computed whole")
         x, pool = self.embed(step.input_ids), self._pool(kv)
         if self._bound is not None:
-            return self._bound(x, pool, step)
-        return run_layers(self._kernels, self._weights.program, x, pool, step)
+            return self._bound(x, pool, step, step.adapters)
+        return run_layers(self._kernels, self._weights.program, x, pool, step, step.adapters)
 
     def keeping(self, layers: Sequence[int]) -> Callable[[ModelInput, Tensor], tuple[Tensor, Tensor]]:
         """`forward` with the same bits, which also gives all rows as they enter these layers: [T, len(layers) * H].
@@ -78,7 +78,8 @@ class Decoder:
             pool = self._pool(kv)
             for layer, run in zip([*sorted(set(layers)), None], bound, strict=True):
                 if run is not None:
-                    x = run(x, pool, step if layer is None else whole)  # the last part alone leaves rows out
+                    # The last part alone leaves rows out.
+                    x = run(x, pool, step if layer is None else whole, step.adapters)
                 if layer is not None:
                     entered[layer] = x.clone()
             return x, torch.cat([entered[layer] for layer in layers], dim=1)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ _HEAD = "lm_head.weight"
 _HEADS = (_HEAD, "score.weight")  # the second one is a classifier's, which the server computes
 _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
+Site = Literal["qkv", "o", "gate_up", "down"]
 # Of models that see and hear too; what is left beside these and the text part is an error.
 _OTHER_PARTS = (
     *("model.visual.", "visual.", "model.vision_tower.", "vision_tower.", "model.audio_tower.", "audio_tower."),
@@ -266,7 +267,7 @@ class _Layers:
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         norm = self._norm_at(prefix, norms.attention)
-        yield NormLinear(norm=norm, weight=self._qkv(index, prefix))
+        yield NormLinear(norm=norm, weight=self._qkv(index, prefix), site=site_of(index, "qkv"))
         shape, place = self._shape(index, attention), self._layout.places[index]
         rope = self._tables[config.ropes[index], shape.head_dim]
         yield RopeWrite(shape=shape, rope=rope, layer=place.layer, group=place.group, part=place.part)
@@ -275,20 +276,20 @@ class _Layers:
         attend = Attend(shape=shape, layer=place.layer, group=place.group, part=place.part)
         o = self._matrix(prefix + "o", [Part(attention + "o_proj")], config.o_bias)
         if config.family.parallel:  # the MLP reads x before attention is added to it
-            yield NormGateUp(norm=norm, weight=self._gate_up(prefix), activation=config.activation)
+            yield self._norm_gate_up(index, norm)
             yield attend
-            yield from self._add("mixed", o, None)
+            yield from self._add("mixed", o, None, site=site_of(index, "o"))
         else:
             yield attend
-            yield from self._add("mixed", o, self._norm_at(prefix, norms.after_attention))
+            yield from self._add("mixed", o, self._norm_at(prefix, norms.after_attention), site=site_of(index, "o"))
             norm = self._norm_at(prefix, norms.mlp)
             if config.experts is not None and config.experts.layers[index]:
                 yield from self._experts(prefix, config.experts, norm, self._norm_at(prefix, norms.after_mlp))
                 return
-            yield NormGateUp(norm=norm, weight=self._gate_up(prefix), activation=config.activation)
+            yield self._norm_gate_up(index, norm)
         down = self._matrix(prefix + "down", [Part(mlp + "down_proj")], config.mlp_bias)
         scale = self._source.tensor(prefix + "layer_scalar").item() if config.family.layer_scalar else 1.0
-        yield from self._add("wide", down, self._norm_at(prefix, norms.after_mlp), scale)
+        yield from self._add("wide", down, self._norm_at(prefix, norms.after_mlp), scale, site=site_of(index, "down"))
 
     def _experts(self, prefix: str, known: ExpertsConfig, norm: Norm | None, after: Norm | None) -> Iterator[LayerOp]:
         config, pack, mlp = self._config, self._kernels.pack_router, prefix + "mlp."
@@ -332,12 +333,14 @@ class _Layers:
     def _norm_at(self, prefix: str, name: str | None) -> Norm | None:
         return None if name is None else self.norm(f"{prefix}{name}.weight")
 
-    def _add(self, source: Source, weight: LinearWeight, norm: Norm | None, scale: float = 1.0) -> Iterator[LayerOp]:
+    def _add(
+        self, source: Source, weight: LinearWeight, norm: Norm | None, scale: float = 1.0, *, site: int
+    ) -> Iterator[LayerOp]:
         """The projection is added to the residual stream at once, or normed first; then the sum is scaled."""
         if norm is None:
-            yield LinearAdd(source=source, weight=weight, scale=self._config.residual_scale)
+            yield LinearAdd(source=source, weight=weight, scale=self._config.residual_scale, site=site)
         else:
-            yield Project(source=source, weight=weight)
+            yield Project(source=source, weight=weight, site=site)
             yield NormAdd(norm=norm, scale=scale)
 
     def _shape(self, index: int, attention: str) -> AttentionShape:
@@ -367,29 +370,14 @@ class _Layers:
         return weight if order is None else weight.view(-1, width)[:, order].flatten()
 
     def _qkv(self, index: int, prefix: str) -> LinearWeight:
-        config, attention, heads = self._config, prefix + "self_attn.", self._config.kv_heads[index]
-        order = self._orders[heads.width]
-        if "qkv" in config.family.fused:
-            parts = [Part(attention + "qkv_proj")]
-            if order is not None:
-                rotated = config.num_heads * heads.width + heads.values
-                parts = [
-                    Part(attention + "qkv_proj", stop=rotated, head_order=order),
-                    Part(attention + "qkv_proj", start=rotated),
-                ]
-        else:
-            parts = [Part(attention + name, head_order=order) for name in ("q_proj", "k_proj")]
-            parts.append(Part(attention + ("k_proj" if config.keys_are_values(index) else "v_proj")))
-        return self._matrix(prefix + "qkv", parts, config.qkv_bias)
+        return self._matrix(prefix + "qkv", qkv_parts(self._config, index), self._config.qkv_bias)
 
-    def _gate_up(self, prefix: str) -> LinearWeight:
-        config, mlp = self._config, prefix + "mlp."
-        gate, up = Part(mlp + "gate_proj"), Part(mlp + "up_proj")
-        if "gate_up" in config.family.fused:
-            inner = config.intermediate_size
-            gate, up = Part(mlp + "gate_up_proj", stop=inner), Part(mlp + "gate_up_proj", start=inner)
-        biases = [part.named(".bias") for part in (gate, up)] if config.mlp_bias else []
-        return self._source.gate_up(prefix + "gate_up", [gate.named(".weight")], [up.named(".weight")], biases)
+    def _norm_gate_up(self, index: int, norm: Norm | None) -> NormGateUp:
+        gate, up = gate_up_parts(self._config, index)
+        biases = [part.named(".bias") for part in (gate, up)] if self._config.mlp_bias else []
+        place = f"model.layers.{index}.gate_up"
+        weight = self._source.gate_up(place, [gate.named(".weight")], [up.named(".weight")], biases)
+        return NormGateUp(norm=norm, weight=weight, activation=self._config.activation, site=site_of(index, "gate_up"))
 
     def _matrix(self, place: str, parts: Sequence[Part], bias: bool) -> LinearWeight:
         weights, biases = ([part.named(kind) for part in parts] for kind in (".weight", ".bias"))
@@ -439,6 +427,40 @@ def pair_order(config: ModelConfig, width: int) -> Tensor | None:
     kept = torch.arange(turned, width)
     half = len(kept) // 2
     return torch.cat([first, kept[:half], second, kept[half:]])
+
+
+def qkv_parts(config: ModelConfig, index: int) -> list[Part]:
+    """The stored rows of a layer's queries, keys and values, one below the other."""
+    attention, heads = f"model.layers.{index}.self_attn.", config.kv_heads[index]
+    order = pair_order(config, heads.width)
+    if "qkv" not in config.family.fused:
+        parts = [Part(attention + name, head_order=order) for name in ("q_proj", "k_proj")]
+        return [*parts, Part(attention + ("k_proj" if config.keys_are_values(index) else "v_proj"))]
+    if order is None:
+        return [Part(attention + "qkv_proj")]
+    rotated = config.num_heads * heads.width + heads.values
+    return [
+        Part(attention + "qkv_proj", stop=rotated, head_order=order),
+        Part(attention + "qkv_proj", start=rotated),
+    ]
+
+
+def gate_up_parts(config: ModelConfig, index: int) -> tuple[Part, Part]:
+    """The stored rows of a layer's gate and of its up projection."""
+    mlp = f"model.layers.{index}.mlp."
+    if "gate_up" in config.family.fused:
+        inner = config.intermediate_size
+        return Part(mlp + "gate_up_proj", stop=inner), Part(mlp + "gate_up_proj", start=inner)
+    return Part(mlp + "gate_proj"), Part(mlp + "up_proj")
+
+
+# The products of a layer that adapters add to, in the order of their sites.
+SITES: tuple[Site, ...] = ("qkv", "o", "gate_up", "down")
+
+
+def site_of(layer: int, site: Site) -> int:
+    """The number by which adapters know a layer's product."""
+    return layer * len(SITES) + SITES.index(site)
 
 
 class WeightSource(Protocol):

@@ -233,7 +233,7 @@ def test_help_shows_every_setting_grouped(capsys: pytest.CaptureFixture[str], mo
         assert option_group(field) in GROUPS
         assert option_unit(field) in {"", "s", "tokens", "bytes"}
         assert field.description
-    assert len(text.splitlines()) < 157
+    assert len(text.splitlines()) < 163
 
 
 def test_every_flag_can_be_given_its_own_default(tmp_path: Path):
@@ -283,6 +283,10 @@ def test_engine_config_takes_every_engine_setting():
         "packed_cache_size": 1 << 30,
         "async_scheduling": "on",
         "speculation": "suffix",
+        "enable_lora": True,
+        "max_loras": 2,
+        "max_lora_rank": 8,
+        "max_cpu_loras": 4,
         "check_invariants": True,
     }
     got = flat(Settings(**changed, enable_fault_injection="oom@3").engine_config())

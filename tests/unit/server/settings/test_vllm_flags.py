@@ -112,7 +112,7 @@ def test_a_script_for_vllm_starts_unchanged():
         ("--tensor-parallel-size 2", "--tensor-parallel-size 2: only 1 is taken: one process computes"),
         ("-tp 2", "--tensor-parallel-size 2: only 1"),
         ("-dp=4", "--data-parallel-size 4: only 1"),
-        ("--enable-lora", "--enable-lora: refused: adapters"),
+        ("--enable-prompt-adapter", "--enable-prompt-adapter: refused: adapters"),
         ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill: refused: prompts are always"),
         ("--enable-chunked-prefill=False", "--no-enable-chunked-prefill: refused"),
         (
@@ -141,7 +141,7 @@ def test_what_would_change_something_is_refused_in_one_line(words: str, message:
 
 
 def test_all_refusals_come_at_once():
-    assert len(refusal("--enable-lora", "-tp", "2", "--middleware", "a.b").splitlines()) == 3
+    assert len(refusal("--enable-prompt-adapter", "-tp", "2", "--middleware", "a.b").splitlines()) == 3
 
 
 @pytest.mark.parametrize(
@@ -256,9 +256,9 @@ def test_a_file_written_for_vllm(tmp_path: Path):
     given = parse_command_line(["--config", str(file)])
     assert (given.settings.port, given.settings.log_level, given.settings.drain_timeout) == (12, "debug", 3.0)
     assert any(note.startswith("--trust-remote-code") for note in given.notes)
-    file.write_text("enable-lora: true\ntensor_parallel_size: 2\n")
+    file.write_text("enable-prompt-adapter: true\ntensor_parallel_size: 2\n")
     message = refusal("--config", str(file))
-    assert "enable-lora: refused" in message
+    assert "enable-prompt-adapter: refused" in message
     assert "tensor-parallel-size 2: only 1" in message
 
 

@@ -1,0 +1,194 @@
+"""The adapters in memory: read and packed beside the steps, kept by digest, dropped when others need their place.
+
+Promises: a request computes with the weights whose digest it names or ends with an error, never with others. Must not
+know: scheduling, the names that clients use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire_engine.config import EngineConfig
+from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.execution.model_input import host_tensor
+from quire_engine.execution.models.adapter import ReadAdapter, most_adapter_bytes, read_adapter
+from quire_engine.execution.models.config import ModelConfig
+from quire_engine.execution.models.served import ModelFacts
+from quire_engine.execution.models.weights import SITES
+from quire_engine.execution.step_tensors import StepTensors
+from quire_engine.types import Adapter
+from quire_kernels.kernel_set import AdaptedOps, AdapterSites, KernelSet, LowRank, StepAdapters
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """An adapter as kernels take it."""
+
+    digest: str
+    rank: int
+    sites: AdapterSites
+    num_bytes: int
+
+
+class AdapterCache:
+    """At most `most` adapters. One that unfinished requests have is not dropped.
+
+    Where all have some, the one that was asked for least recently takes no further requests until it is dropped, so
+    that a request for another adapter waits for those alone that came before.
+    """
+
+    def __init__(self, config: ModelConfig, ops: AdaptedOps, *, max_rank: int, most: int) -> None:
+        self._config, self._ops, self._max_rank, self._most = config, ops, max_rank, most
+        self._packed: dict[str, Packed] = {}  # by digest; the one that was asked for least recently first
+        self._leaving: set[str] = set()  # digests
+        self._loads: dict[str, Future[Packed]] = {}  # for requests, by digest
+        self._orders: dict[str, Future[Packed]] = {}  # for the operator, by the order's name
+        self._thread = ThreadPoolExecutor(1, "adapters")
+
+    def prepare(self, adapter: Adapter, in_use: Collection[str]) -> str | None:
+        """Empty once requests may compute with it, or the reason why none can; None: later.
+
+        `in_use`: digests that unfinished requests have.
+        """
+        digest = adapter.digest
+        if digest in self._packed and digest not in self._leaving:
+            self._packed[digest] = self._packed.pop(digest)
+            return ""
+        load = self._loads.get(digest)
+        if load is None:
+            return self._begin(adapter, in_use)
+        if not load.done():
+            return None
+        return self._end(adapter, self._loads.pop(digest))
+
+    def order(self, name: str, path: str, in_use: Collection[str]) -> dict[str, Any] | None:
+        """Load an adapter by an order of this name: its facts, or None: ask again. Raises ModelLoadError."""
+        load = self._orders.get(name)
+        if load is None:
+            self._orders[name] = self._thread.submit(self._load, path)
+            return None
+        if not load.done():
+            return None
+        del self._orders[name]
+        packed = load.result()
+        if packed.digest not in self._packed and self._make_room(in_use, now_or_never=True):
+            self._packed[packed.digest] = packed
+        return {"digest": packed.digest, "rank": packed.rank, "num_bytes": packed.num_bytes}
+
+    def forget(self, digest: str, in_use: Collection[str]) -> None:
+        """No further requests will come for it."""
+        if digest not in in_use:
+            self._packed.pop(digest, None)
+        elif digest in self._packed:  # the first to go
+            self._packed = {digest: self._packed.pop(digest), **self._packed}
+
+    def wait(self, seconds: float) -> None:
+        """Until one more adapter is read, at most so long."""
+        loads = [*self._loads.values(), *self._orders.values()]
+        if loads:
+            wait(loads, seconds, return_when="FIRST_COMPLETED")
+        else:
+            time.sleep(seconds)  # requests wait for the end of others
+
+    def of_step(self, step: StepTensors) -> StepAdapters:
+        """The adapters of a step's rows. KeyError where one is not in memory."""
+        slots = host_tensor(step.adapter_slots, torch.device("cpu"))
+        return StepAdapters(slots=slots, adapters=tuple([self._packed[digest].sites for digest in step.adapters]))
+
+    def _begin(self, adapter: Adapter, in_use: Collection[str]) -> str | None:
+        digest = adapter.digest
+        if digest not in self._packed:
+            if self._make_room(in_use):
+                self._loads[digest] = self._thread.submit(self._load, adapter.path)
+            return None
+        if digest in in_use:
+            return None
+        self._leaving.discard(digest)  # whoever wanted its place has gone
+        return ""
+
+    def _end(self, adapter: Adapter, load: Future[Packed]) -> str:
+        try:
+            packed = load.result()
+        except ModelLoadError as error:
+            return f"the adapter {adapter.name} cannot be loaded: {error}"
+        if packed.digest != adapter.digest:
+            return f"the files of the adapter {adapter.name} are no longer those that it was loaded from; load it again"
+        self._packed[packed.digest] = packed
+        return ""
+
+    def _make_room(self, in_use: Collection[str], *, now_or_never: bool = False) -> bool:
+        """Whether there is room for one more; else one of those in use is to leave."""
+        if len(self._packed) + len(self._loads) < self._most:
+            return True
+        idle = next((digest for digest in self._packed if digest not in in_use), None)
+        if idle is not None:
+            del self._packed[idle]
+            self._leaving.discard(idle)
+            return True
+        if not now_or_never and not self._leaving and self._packed:
+            self._leaving.add(next(iter(self._packed)))
+        return False
+
+    def _load(self, path: str) -> Packed:
+        with torch.inference_mode():
+            return pack(read_adapter(Path(path), self._config, max_rank=self._max_rank), self._config, self._ops)
+
+
+def check_adapters(config: EngineConfig, model: ModelFacts, kernels: KernelSet, device: torch.device) -> None:
+    """Raises ConfigError where adapters are asked for and cannot be computed, or where their limits disagree."""
+    if not config.enable_lora:
+        return
+    reason = ""
+    if device.type != "cpu":
+        reason = "adapters are computed on a CPU only"
+    elif not isinstance(model, ModelConfig):
+        reason = f"transformers' code computes {model.architecture}, to which adapters cannot be added"
+    elif kernels.adapted is None:
+        reason = f"the {kernels.name} kernels compute no adapters"
+    if reason:
+        raise ConfigError(f"enable_lora: {reason}; leave it out, or merge the adapter into the checkpoint")
+    for name, value in (("max_lora_rank", config.max_lora_rank), ("max_cpu_loras", num_kept(config))):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}, must be at least 1")
+    if num_kept(config) < config.limits.max_loras:
+        raise ConfigError(
+            f"max_cpu_loras={config.max_cpu_loras} is less than max_loras, the {config.limits.max_loras} adapters that"
+            f" run at once; set max_cpu_loras to {config.limits.max_loras} or more"
+        )
+
+
+def num_kept(config: EngineConfig) -> int:
+    """Adapters in memory at most; 0: there are none."""
+    if not config.enable_lora:
+        return 0
+    return config.limits.max_loras if config.max_cpu_loras is None else config.max_cpu_loras
+
+
+def adapter_bytes(config: EngineConfig, model: ModelFacts, kernels: KernelSet) -> int:
+    """The memory of all adapters that may be there at once."""
+    if not config.enable_lora or not isinstance(model, ModelConfig) or kernels.adapted is None:
+        return 0
+    return num_kept(config) * most_adapter_bytes(model, config.max_lora_rank, kernels.adapted.itemsize)
+
+
+def make_adapters(config: EngineConfig, model: ModelFacts, kernels: KernelSet) -> AdapterCache | None:
+    """The adapters of an engine; None where they are not enabled."""
+    if not config.enable_lora or not isinstance(model, ModelConfig) or kernels.adapted is None:
+        return None
+    return AdapterCache(model, kernels.adapted, max_rank=config.max_lora_rank, most=num_kept(config))
+
+
+def pack(read: ReadAdapter, config: ModelConfig, ops: AdaptedOps) -> Packed:
+    """An adapter in the form of the kernels."""
+    sites: list[LowRank | None] = [None] * (config.num_layers * len(SITES))
+    for site, matrix in read.matrices.items():
+        sites[site] = ops.pack(matrix)
+    num_bytes = sum(ops.num_bytes(packed) for packed in sites if packed is not None)
+    return Packed(read.digest, read.rank, ops.bind(sites), num_bytes)

@@ -1,0 +1,319 @@
+"""Reads a LoRA adapter as PEFT writes it: adapter_config.json and adapter_model.safetensors.
+
+Promises: every key of the configuration is read, harmless or refused by name; nothing but these two files is opened,
+and the digest is that of the very bytes that were read. A failure is a ModelLoadError of one line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from torch import Tensor
+
+from quire_engine.errors import ModelLoadError
+from quire_engine.execution.models.config import ModelConfig
+from quire_engine.execution.models.weights import Part, Site, expected_shapes, gate_up_parts, qkv_parts, site_of
+from quire_kernels.kernel_set import LowRankMatrix, LowRankPart
+
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+_MOST_CONFIG_BYTES = 1 << 20
+_MOST_HEADER_BYTES = 8 << 20
+
+# Of training, of provenance, or of other kinds of adapters.
+_HARMLESS = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "peft_version"),
+        *("task_type", "exclude_modules", "layers_to_transform", "layers_pattern", "loftq_config", "eva_config"),
+        *("corda_config", "lora_ga_config", "megatron_config", "megatron_core", "qalora_group_size", "runtime_config"),
+        *("ensure_weight_tying",),
+    }
+)
+# What must be off, and why.
+_OFF = {
+    "use_dora": "DoRA scales the rows of the model's own matrices",
+    "use_qalora": "QALoRA pools the inputs",
+    "use_bdlora": "block-diagonal adapters are not served",
+    "modules_to_save": "whole modules are not replaced; merge them into the checkpoint",
+    "trainable_token_indices": "embeddings are not replaced; merge them into the checkpoint",
+    "target_parameters": "parameters of experts are not adapted",
+    "layer_replication": "layers are not repeated",
+    "lora_bias": "an adapter's own biases are not served",
+    "fan_in_fan_out": "it is for matrices that are stored transposed",
+    "alora_invocation_tokens": "activated LoRA changes within a prompt",
+    "arrow_config": "adapters are not mixed",
+    "monteclora_config": "adapters are not drawn at random",
+    "velora_config": "it is no plain LoRA",
+}
+# Begin by changing the model's own weights, so that the adapter fits those alone.
+_CHANGING = ("pissa", "olora", "loftq", "corda", "lora_ga")
+_READ = frozenset(
+    {
+        *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "bias"),
+        "init_lora_weights",
+    }
+)
+_TENSOR = re.compile(
+    r"base_model\.model\.(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d{1,6})\."
+    r"((?:self_attn|mlp)\.\w{1,64})\.lora_([AB])\.weight"
+)
+_LITERAL = re.compile(r"\^?[\w.\\]{1,256}\$?")
+
+
+class ReadAdapter(NamedTuple):
+    """An adapter's matrices, by site."""
+
+    digest: str
+    rank: int  # the largest
+    matrices: dict[int, LowRankMatrix]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    """What adapter_config.json says."""
+
+    rank: int
+    alpha: float
+    by_root: bool  # rank-stabilised (Kalajdzievski 2023, arXiv:2312.03732): alpha over the root of the rank
+    ranks: Mapping[str, float]  # by pattern
+    alphas: Mapping[str, float]
+    targets: tuple[str, ...]  # names of modules; none: an expression says which, or all are
+
+    def rank_of(self, module: str) -> int:
+        return int(_of_pattern(self.ranks, module, self.rank))
+
+    def scale_of(self, module: str) -> float:
+        rank, alpha = self.rank_of(module), _of_pattern(self.alphas, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.by_root else rank)
+
+
+def read_adapter(path: Path, config: ModelConfig, *, max_rank: int) -> ReadAdapter:
+    """The adapter in a directory, checked against the model. Raises ModelLoadError."""
+    if not path.is_dir():
+        raise ModelLoadError(f"{path}: there is no such directory of an adapter")
+    weights = path / WEIGHTS
+    if not weights.exists() and (path / PICKLE).exists():
+        raise ModelLoadError(f"{path / PICKLE}: pickles are not read; save the adapter as {WEIGHTS}")
+    plain = _read(path / CONFIG, _MOST_CONFIG_BYTES, "")
+    settings = _settings(path / CONFIG, plain, max_rank)
+    shapes = _module_shapes(config)
+    _check_targets(path / CONFIG, settings, shapes)
+    most = 4 * max_rank * sum(rows + columns for rows, columns in shapes.values()) + _MOST_HEADER_BYTES
+    data = _read(weights, most, f"more than the adapted matrices can have with --max-lora-rank {max_rank}")
+    pairs = _pairs(weights, data, settings, shapes)
+    if not pairs:
+        raise ModelLoadError(f"{weights}: it has no matrices for this model")
+    digest = hashlib.sha256(len(plain).to_bytes(8, "little") + plain + data).hexdigest()
+    return ReadAdapter(
+        digest=digest,
+        rank=max(len(pair.shrink) for pair in pairs.values()),
+        matrices=dict(_matrices(config, pairs, shapes)),
+    )
+
+
+def most_adapter_bytes(config: ModelConfig, rank: int, itemsize: int) -> int:
+    """The memory of an adapter of this rank that adds to all matrices, at most."""
+    values = sum(rows + columns + 32 for rows, columns in _module_shapes(config).values())
+    return rank * values * itemsize
+
+
+class _Pair(NamedTuple):
+    shrink: Tensor  # [r, K]
+    expand: Tensor  # [N, r]
+    scale: float
+
+
+def _read(file: Path, most: int, why: str) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(most + 1)
+    except OSError as error:
+        raise ModelLoadError(f"{file}: cannot be read: {error.strerror}") from None
+    if len(data) > most:
+        raise ModelLoadError(f"{file}: it has more than {most} bytes{', ' if why else ''}{why}")
+    return data
+
+
+def _module_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of each matrix that adapters may add to, by its name without `.weight`."""
+    found = {}
+    for name, shape in expected_shapes(config).items():
+        module = re.fullmatch(
+            r"(model\.layers\.\d+\.(?:self_attn|mlp)\.(?:q|k|v|qkv|o|gate|up|gate_up|down)_proj)\.weight", name
+        )
+        if module is not None:
+            found[module[1]] = (shape[0], shape[1])
+    return found
+
+
+class _Wrong(Exception):
+    """A key of the configuration, and what is wrong with its value."""
+
+
+def _settings(file: Path, data: bytes, max_rank: int) -> _Settings:
+    try:
+        plain = json.loads(data)
+    except (UnicodeDecodeError, ValueError, RecursionError):
+        raise ModelLoadError(f"{file}: it is not JSON") from None
+    if not isinstance(plain, dict):
+        raise ModelLoadError(f"{file}: it is not an object")
+    try:
+        _check_kind(plain)
+        return _checked(plain, max_rank)
+    except _Wrong as wrong:
+        key, reason = wrong.args
+        raise ModelLoadError(f"{file}: {key}={json.dumps(plain.get(key))[:80]}: {reason}") from None
+
+
+def _check_kind(plain: Mapping[str, Any]) -> None:
+    """Refuse what is not plain LoRA."""
+    if plain.get("peft_type") != "LORA":
+        raise _Wrong("peft_type", "adapters are served of type LORA alone")
+    for key, value in plain.items():
+        if key in _OFF and value:
+            raise _Wrong(key, f"it is not supported: {_OFF[key]}")
+        if key not in _OFF and key not in _HARMLESS and key not in _READ:
+            raise _Wrong(key, "it is unknown, so the adapter may mean something else")
+    if plain.get("bias", "none") != "none":
+        raise _Wrong("bias", "it is not supported: the model's biases are not replaced")
+    begins = plain.get("init_lora_weights", True)
+    if isinstance(begins, str) and begins.startswith(_CHANGING):
+        raise _Wrong("init_lora_weights", "it changes the model's own weights; convert the adapter to plain LoRA")
+
+
+def _checked(plain: Mapping[str, Any], max_rank: int) -> _Settings:
+    targets = plain.get("target_modules")
+    if not (targets is None or isinstance(targets, str) or _are_names(targets)):
+        raise _Wrong("target_modules", "it is no list of names")
+    rank, alpha, by_root = plain.get("r", 8), plain.get("lora_alpha", 8), plain.get("use_rslora", False)
+    if not _is_rank(rank):
+        raise _Wrong("r", "it is no rank")
+    if not _is_number(alpha):
+        raise _Wrong("lora_alpha", "it is no finite number")
+    if not isinstance(by_root, bool):
+        raise _Wrong("use_rslora", "it is neither true nor false")
+    ranks = _patterns(plain, "rank_pattern", _is_rank)
+    for key, most in (("r", rank), ("rank_pattern", max(ranks.values(), default=0))):
+        if most > max_rank:
+            raise _Wrong(key, f"rank {most:g} is more than --max-lora-rank {max_rank}")
+    return _Settings(
+        rank=rank,
+        alpha=float(alpha),
+        by_root=by_root,
+        ranks=ranks,
+        alphas=_patterns(plain, "alpha_pattern", _is_number),
+        targets=() if targets is None or isinstance(targets, str) else tuple(targets),
+    )
+
+
+def _patterns(plain: Mapping[str, Any], key: str, is_valid: Callable[[Any], bool]) -> dict[str, float]:
+    found = plain.get(key) or {}
+    if not isinstance(found, dict) or not all(map(is_valid, found.values())):
+        raise _Wrong(key, "it is no object of numbers")
+    for pattern in found:
+        if not _LITERAL.fullmatch(pattern):
+            raise _Wrong(key, f"{pattern[:80]!r} is an expression; names of modules, or their ends, are supported")
+    return found
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 1 << 16
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _of_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
+    """Of the first pattern that is the module's name or an end of it, as PEFT chooses."""
+    for pattern, value in patterns.items():
+        whole, literal = pattern.startswith("^"), pattern.strip("^$").replace("\\.", ".")
+        if module == literal or (not whole and module.endswith("." + literal)):
+            return value
+    return default
+
+
+def _check_targets(file: Path, settings: _Settings, shapes: Mapping[str, tuple[int, int]]) -> None:
+    for target in settings.targets:
+        if not any(module == target or module.endswith("." + target) for module in shapes):
+            known = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in shapes))
+            raise ModelLoadError(
+                f"{file}: target_modules names {target[:80]!r}, which is no matrix of this model that adapters add to;"
+                f" those are {known}"
+            )
+
+
+def _pairs(file: Path, data: bytes, settings: _Settings, shapes: Mapping[str, tuple[int, int]]) -> dict[str, _Pair]:
+    """A and B of each adapted module."""
+    try:
+        tensors = load_tensors(data)
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelLoadError(f"{file}: it is no file of safetensors: {error}") from None
+    found: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in sorted(tensors.items()):
+        matched = _TENSOR.fullmatch(name)
+        module = "" if matched is None else f"model.layers.{int(matched[1])}.{matched[2]}"
+        if matched is None or module not in shapes:
+            what = "experts are not adapted" if ".experts." in name else "it belongs to no matrix that adapters add to"
+            raise ModelLoadError(f"{file}: tensor {name[:160]}: {what}")
+        found[module][matched[3]] = tensor
+    pairs = {}
+    for module, both in found.items():
+        rank, (rows, columns) = settings.rank_of(module), shapes[module]
+        for part, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+            _check_tensor(file, f"{module}.lora_{part}", both.get(part), shape)
+        pairs[module] = _Pair(both["A"], both["B"], settings.scale_of(module))
+    return pairs
+
+
+def _check_tensor(file: Path, name: str, tensor: Tensor | None, shape: tuple[int, int]) -> None:
+    if tensor is None:
+        raise ModelLoadError(f"{file}: {name} is missing")
+    if tuple(tensor.shape) != shape:
+        raise ModelLoadError(f"{file}: {name} has shape {list(tensor.shape)}, the configuration implies {list(shape)}")
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ModelLoadError(f"{file}: {name} is stored as {str(tensor.dtype).removeprefix('torch.')}")
+    if not bool(torch.isfinite(tensor).all()):
+        raise ModelLoadError(f"{file}: {name} holds values that are not finite numbers")
+
+
+def _matrices(
+    config: ModelConfig, pairs: Mapping[str, _Pair], shapes: Mapping[str, tuple[int, int]]
+) -> Iterator[tuple[int, LowRankMatrix]]:
+    """By site; a module's rows lie where those of its matrix do."""
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}."
+        places: list[tuple[Site, list[Part]]] = [
+            ("qkv", qkv_parts(config, index)),
+            ("o", [Part(prefix + "self_attn.o_proj")]),
+        ]
+        if not config.has_experts(index):
+            places += [("gate_up", list(gate_up_parts(config, index))), ("down", [Part(prefix + "mlp.down_proj")])]
+        for place, parts in places:
+            made, row = [], 0
+            for part in parts:
+                rows = len(range(shapes[part.name][0])[part.start : part.stop])
+                pair = pairs.get(part.name)
+                if pair is not None:
+                    expand = part.of(pair.expand)
+                    made.append(LowRankPart(first_row=row, shrink=pair.shrink, expand=expand, scale=pair.scale))
+                row += rows
+            if made:
+                columns = shapes[parts[0].name][1]
+                gate_up = place == "gate_up"
+                matrix = LowRankMatrix(num_rows=row, num_inputs=columns, gate_up=gate_up, parts=tuple(made))
+                yield site_of(index, place), matrix

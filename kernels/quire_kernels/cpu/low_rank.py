@@ -1,0 +1,132 @@
+"""What adapters add to products, in the form of the C++ kernels.
+
+Promises: a packed matrix keeps its memory alive and never refers to the tensors that it came from; slots and shapes are
+checked here. Must not know: layers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire_kernels.cpu.packing import PackedLinear
+from quire_kernels.cpu.signatures import LowRankArgs, StepAdaptersArgs
+from quire_kernels.cpu.stored import K_MULTIPLE
+from quire_kernels.kernel_set import Addend, LowRankMatrix
+
+_HALF = 32  # rows of half a panel
+
+
+class PackedLowRank(NamedTuple):
+    """B A of one matrix: `args` for C++, and the memory that it points to."""
+
+    args: LowRankArgs
+    num_rows: int
+    num_inputs: int
+    gate_up: bool
+    memory: dict[str, Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.memory.values())
+
+
+def pack_low_rank(matrix: LowRankMatrix) -> PackedLowRank:
+    """In bfloat16. Every half of a panel has the ranks of its own rows' parts alone."""
+    columns = -(-matrix.num_inputs // K_MULTIPLE) * K_MULTIPLE
+    ranks = sum(len(part.shrink) for part in matrix.parts)
+    shrink, scales = torch.zeros(ranks, columns, dtype=torch.bfloat16), torch.zeros(ranks)
+    expand = torch.zeros(matrix.num_rows, ranks, dtype=torch.bfloat16)
+    first, last = torch.full((matrix.num_rows,), ranks), torch.zeros(matrix.num_rows, dtype=torch.int64)
+    at = 0
+    for part in matrix.parts:
+        rows, rank = part.expand.shape
+        own, end = slice(part.first_row, part.first_row + rows), at + rank
+        shrink[at:end, : matrix.num_inputs] = part.shrink
+        scales[at:end] = part.scale
+        expand[own, at:end] = part.expand
+        first[own], last[own] = at, end
+        at = end
+    halves = _in_halves(expand, 0, gate_up=matrix.gate_up)  # [halves, 32, R]
+    firsts = _in_halves(first, ranks, gate_up=matrix.gate_up).amin(dim=1)
+    counts = (_in_halves(last, 0, gate_up=matrix.gate_up).amax(dim=1) - firsts).clamp(min=0)
+    firsts = torch.where(counts > 0, firsts, 0)
+    starts = torch.cumsum(counts * _HALF, dim=0) - counts * _HALF
+    packed = torch.empty(int(counts.sum()) * _HALF, dtype=torch.bfloat16)
+    for low, count in {pair for pair in zip(firsts.tolist(), counts.tolist(), strict=True) if pair[1]}:
+        chosen = ((firsts == low) & (counts == count)).nonzero().flatten()
+        values = halves[chosen][:, :, low : low + count].transpose(1, 2).flatten(1)
+        packed[(starts[chosen, None] + torch.arange(count * _HALF)).flatten()] = values.flatten()
+    memory = {
+        "shrink": shrink,
+        "scales": scales,
+        "expand": packed,
+        "starts": starts,
+        "firsts": firsts.to(torch.int32),
+        "counts": counts.to(torch.int32),
+    }
+    addresses = {name: tensor.data_ptr() for name, tensor in memory.items()}
+    args = LowRankArgs(rank=ranks, **addresses)
+    return PackedLowRank(args, matrix.num_rows, matrix.num_inputs, matrix.gate_up, memory)
+
+
+class BoundAdapter:
+    """The matrices of one adapter, in one table for C++."""
+
+    def __init__(self, sites: Sequence[PackedLowRank | None]) -> None:
+        self._sites = tuple(sites)  # keeps their memory
+        self.table = (LowRankArgs * len(self._sites))()
+        for site, packed in enumerate(self._sites):
+            if packed is not None:
+                self.table[site] = packed.args
+
+    def __getitem__(self, site: int) -> PackedLowRank | None:
+        return self._sites[site]
+
+    def check(self, products: Mapping[int, PackedLinear]) -> None:
+        """Raises ValueError where it does not fit the products of a program, by site."""
+        for site, w in products.items():
+            packed = self._sites[site]
+            rows = 2 * w.num_outputs if w.gate_up else w.num_outputs
+            wanted = (rows, w.num_inputs, w.gate_up)
+            if packed is not None and (packed.num_rows, packed.num_inputs, packed.gate_up) != wanted:
+                raise ValueError(f"an adapter does not fit the product at site {site}")
+
+
+def addend_args(addend: Addend, w: PackedLinear, rows: int) -> StepAdaptersArgs:
+    """For one product, as site 0."""
+    adapters = [BoundAdapter((matrix,)) for matrix in addend.matrices]
+    for adapter in adapters:
+        adapter.check({0: w})
+    return adapters_args(addend.slots, adapters, rows)
+
+
+def adapters_args(slots: Tensor, adapters: Sequence[BoundAdapter], rows: int) -> StepAdaptersArgs:
+    """For adapters that fit. Raises ValueError for slots that are not of the step."""
+    count = len(adapters)
+    if slots.dtype is not torch.int32 or slots.shape != (rows,) or not slots.is_contiguous():
+        raise ValueError(f"slots must be contiguous int32 [{rows}]")
+    if rows and (int(slots.min()) < -1 or int(slots.max()) >= count):
+        raise ValueError(f"slots must be -1 or those of {count} adapters")
+    tables = (ctypes.c_void_p * count)(*[ctypes.addressof(adapter.table) for adapter in adapters])
+    args = StepAdaptersArgs(slots=slots.data_ptr(), adapters=ctypes.addressof(tables), count=count)
+    args.kept = (slots, tables, adapters)
+    return args
+
+
+def _in_halves(rows: Tensor, filled: int, *, gate_up: bool) -> Tensor:
+    """[N, ...] as [halves, 32, ...] in the order of panels: of a gate-up pair 32 rows of each in turns."""
+    if not gate_up:
+        return _split(rows, filled, 2 * _HALF)
+    gate, up = (_split(part, filled, _HALF) for part in rows.chunk(2))
+    return torch.stack([gate, up], dim=1).flatten(0, 1)
+
+
+def _split(rows: Tensor, filled: int, multiple: int) -> Tensor:
+    """Filled up to a multiple of rows, as [halves, 32, ...]."""
+    missing = rows.new_full((-len(rows) % multiple, *rows.shape[1:]), filled)
+    return torch.cat([rows, missing]).view(-1, _HALF, *rows.shape[1:])

@@ -1,0 +1,94 @@
+"""What adapters add to products, in plain torch: the specification of `AdaptedOps`.
+
+Promises: a row without an adapter has the bits of the plain op; on a CPU another row's bits do not depend on the rest
+of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire_kernels.kernel_set import Activation, AdaptedOps, Addend, LowRankMatrix, Norm
+from quire_kernels.reference import linear
+from quire_kernels.reference.linear import Linear, by_tiles, gated, normed
+
+
+class DenseLowRank(NamedTuple):
+    """All parts as one matrix, in float32."""
+
+    shrink: Tensor  # [R, K], with the scales
+    expand: Tensor  # [N, R], zero where a row is not of a rank's part
+
+
+def pack(matrix: LowRankMatrix) -> DenseLowRank:
+    ranks = sum(len(part.shrink) for part in matrix.parts)
+    expand = torch.zeros(matrix.num_rows, ranks)
+    at = 0
+    for part in matrix.parts:
+        rows, rank = part.expand.shape
+        expand[part.first_row : part.first_row + rows, at : at + rank] = part.expand
+        at += rank
+    # A product with A alone, times the scale, is the same up to rounding.
+    return DenseLowRank(torch.cat([part.shrink.float() * part.scale for part in matrix.parts]), expand)
+
+
+def num_bytes(low_rank: DenseLowRank) -> int:
+    return low_rank.shrink.nbytes + low_rank.expand.nbytes
+
+
+def norm_linear(x: Tensor, norm: Norm | None, w: Linear, addend: Addend) -> Tensor:
+    def compute(rows: Tensor, added: DenseLowRank) -> Tensor:
+        return _sums(normed(rows, norm), w, added).to(rows.dtype)
+
+    return _with_adapted(linear.norm_linear(x, norm, w), x, addend, compute)
+
+
+def norm_gate_up(x: Tensor, norm: Norm | None, w: Linear, activation: Activation, addend: Addend) -> Tensor:
+    def compute(rows: Tensor, added: DenseLowRank) -> Tensor:
+        gate, up = _sums(normed(rows, norm), w, added).chunk(2, dim=-1)
+        return gated(gate, up, activation).to(rows.dtype)
+
+    return _with_adapted(linear.norm_gate_up(x, norm, w, activation), x, addend, compute)
+
+
+def linear_add(x: Tensor, w: Linear, residual: Tensor, scale: float, addend: Addend) -> Tensor:
+    def compute(rows: Tensor, added: DenseLowRank) -> Tensor:
+        return _sums(rows, w, added).to(rows.dtype)
+
+    projected = _with_adapted(linear.linear(x, w, wide=False), x, addend, compute)
+    return residual.add_(projected if scale == 1.0 else projected * scale)
+
+
+def _sums(rows: Tensor, w: Linear, added: DenseLowRank) -> Tensor:
+    """[R, N] float32: the projection with its bias, and what is added to it."""
+    wide = Linear(w.weight.float(), None if w.bias is None else w.bias.float())
+    shrunk = linear.project(rows.float(), Linear(added.shrink, None))
+    return linear.project(rows.float(), wide) + linear.project(shrunk, Linear(added.expand, None))
+
+
+def _with_adapted(
+    plain: Tensor, x: Tensor, addend: Addend, compute: Callable[[Tensor, DenseLowRank], Tensor]
+) -> Tensor:
+    """The plain op's rows; those that have an adapter are computed anew, by adapter."""
+    for slot, added in enumerate(addend.matrices):
+        if added is None:
+            continue
+        rows = (addend.slots == slot).nonzero().flatten()
+        if len(rows):
+            plain[rows] = by_tiles(lambda tile: compute(tile, added), x[rows])  # noqa: B023 - called at once
+    return plain
+
+
+ADAPTED = AdaptedOps(
+    pack=pack,
+    bind=tuple,
+    num_bytes=num_bytes,
+    itemsize=3 * 4,  # of three parts two have zeros in each row
+    norm_linear=norm_linear,
+    norm_gate_up=norm_gate_up,
+    linear_add=linear_add,
+)

@@ -1,0 +1,122 @@
+"""The adapters that requests may name, and the orders that load and forget them in the engine.
+
+Promises: a name stands for one digest at a time, and for another only once that is loaded; a request keeps the one that
+its name stood for when it was checked. Must not know: HTTP's routes, files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from quire_engine.errors import QuireError, Unanswerable
+from quire_engine.types import FORGET_ADAPTER, LOAD_ADAPTER, Adapter
+from quire_server.errors import BadRequest, ModelNotFound, NotReady, Unsupported
+
+_LOOK_SECONDS = 0.02  # between two questions whether an adapter is loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedAdapter:
+    """An adapter by its name."""
+
+    adapter: Adapter
+    rank: int
+    parent: str  # the name of the model that it adds to; empty: the model's first name
+    loaded: float  # seconds since the epoch
+
+
+class ServedAdapters:
+    """The adapters of one server; without `control` there are none, and none can be loaded."""
+
+    def __init__(
+        self, control: Callable[[str, str], Awaitable[bytes]] | None = None, *, taken: Collection[str] = ()
+    ) -> None:
+        """`control`: gives an order to the engine; `taken`: the names of the model."""
+        self._control, self._taken = control, taken
+        self._served: dict[str, ServedAdapter] = {}
+        self._changing = asyncio.Lock()  # one order at a time, so that the last one holds
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._served
+
+    def __iter__(self) -> Iterator[str]:
+        """The names, in the order in which they were loaded."""
+        return iter(tuple(self._served))
+
+    def find(self, name: str) -> ServedAdapter | None:
+        return self._served.get(name)
+
+    def bound(self, name: str | None) -> Adapter | None:
+        """The adapter that a request by this name is computed with; None: the model alone. Raises ModelNotFound."""
+        if not name or name in self._taken or (not self._served and self._control is None):
+            return None
+        if name not in self._served:  # it was unloaded a moment ago
+            raise ModelNotFound(name)
+        return self._served[name].adapter
+
+    async def load(self, name: str, path: str, *, in_place: bool = False, parent: str = "") -> ServedAdapter:
+        """Load the adapter in a directory. Raises BadRequest, NotReady."""
+        if self._control is None:
+            raise Unsupported("Adapters are not enabled: start the server with --enable-lora.", param="lora_name")
+        async with self._changing:
+            if name in self._taken:
+                raise BadRequest(f"The name '{name}' is the model's own.", param="lora_name")
+            before = self._served.get(name)
+            if before is not None and not in_place:
+                raise BadRequest(
+                    f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set"
+                    " 'load_inplace' to True.",
+                    param="lora_name",
+                )
+            facts = await self._loaded(path)
+            adapter = Adapter(name=name, path=path, digest=str(facts["digest"]))
+            served = ServedAdapter(
+                adapter=adapter,
+                rank=int(facts["rank"]),
+                parent=parent or ("" if before is None else before.parent),
+                loaded=time.time(),
+            )
+            self._served[name] = served
+            if before is not None:
+                await self._forget(before.adapter.digest)
+            return served
+
+    async def unload(self, name: str) -> None:
+        """Forget a name; requests that have its adapter go on. Raises ModelNotFound."""
+        async with self._changing:
+            served = self._served.pop(name, None)
+            if served is None:
+                raise ModelNotFound(name)
+            await self._forget(served.adapter.digest)
+
+    async def _loaded(self, path: str) -> dict[str, Any]:
+        order = json.dumps({"order": secrets.token_hex(8), "path": path})
+        while True:
+            facts = json.loads(await self._tell(LOAD_ADAPTER, order))
+            if facts is not None:
+                return dict(facts)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _forget(self, digest: str) -> None:
+        """Free its memory soon, unless another name stands for the same files."""
+        if any(served.adapter.digest == digest for served in self._served.values()):
+            return
+        try:
+            await self._tell(FORGET_ADAPTER, json.dumps({"digest": digest}))
+        except NotReady:
+            return  # an engine that starts anew has none
+
+    async def _tell(self, what: str, argument: str) -> bytes:
+        assert self._control is not None
+        try:
+            return await self._control(what, argument)
+        except Unanswerable as error:
+            raise BadRequest(f"The adapter cannot be loaded: {error}.", param="lora_path") from None
+        except QuireError as error:
+            raise NotReady(f"Not done: {error}.", retry_after_seconds=2.0) from None
