@@ -7,7 +7,7 @@ comes from a table of measured sizes, which never falls. Must not know: the sche
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -84,6 +84,24 @@ class CostModel:
             at -= 1
         (few, low), (many, high) = table[at - 1], table[at]
         return low + (high - low) * (num_tokens - few) / (many - few)
+
+    def prompt_tokens_within(self, seconds: float, most: int) -> int:
+        """The most tokens of a step with prompts that takes no longer, 0 to `most`; the inverse of `prompt_seconds`."""
+        if self.prompt_seconds(most) <= seconds:
+            return most
+        table = self.prompt
+        at = bisect_right(table, seconds, key=lambda entry: entry[1])
+        if not table:
+            tokens = (seconds - self.step) / self.row
+        elif at == 0:
+            return 0
+        elif len(table) == 1:
+            tokens = seconds * table[0][0] / table[0][1]
+        else:
+            (few, low), (many, high) = table[min(at, len(table) - 1) - 1], table[min(at, len(table) - 1)]
+            tokens = few + (seconds - low) * (many - few) / (high - low)
+        found = min(max(int(tokens), 0), most)
+        return found if not found or self.prompt_seconds(found) <= seconds else found - 1
 
     def seconds(self, batch: Batch) -> float:
         """A step as the scheduler planned it."""

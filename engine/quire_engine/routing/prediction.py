@@ -26,17 +26,10 @@ def prompt_tokens_a_step(view: ReplicaView) -> int:
     """Prompt tokens that the planner gives a step, beside the decodes that run now."""
     limits = view.limits
     budget = max(limits.max_num_batched_tokens - view.decodes, limits.min_chunk, 1)
-    target, decodes = limits.itl_target, view.decodes
-    if not target or not decodes or view.cost.prompt_seconds(budget + decodes) <= target:
+    if not limits.itl_target or not view.decodes:
         return budget
-    low, high = min(limits.min_chunk, budget), budget  # the most tokens that keep the target
-    while low < high:
-        middle = (low + high + 1) // 2
-        if view.cost.prompt_seconds(middle + decodes) <= target:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    within = view.cost.prompt_tokens_within(limits.itl_target, budget + view.decodes) - view.decodes
+    return max(within, min(limits.min_chunk, budget))
 
 
 def prompt_seconds(view: ReplicaView, num_tokens: int, a_step: int) -> float:

@@ -84,6 +84,21 @@ def test_the_target_between_tokens_limits_a_chunk() -> None:
     assert prompt_tokens_a_step(replace(view, decodes=0)) == LIMITS.max_num_batched_tokens
 
 
+TABLES = st.lists(st.tuples(st.integers(1, 900), st.floats(1e-4, 1.0)), max_size=5, unique_by=lambda entry: entry[0])
+
+
+@given(table=TABLES, seconds=st.floats(0, 2.0), most=st.integers(1, 2_000))
+def test_tokens_within_a_time_are_the_most_that_take_no_longer(
+    table: list[tuple[int, float]], seconds: float, most: int
+) -> None:
+    rising = tuple(zip(sorted(tokens for tokens, _ in table), sorted(time for _, time in table), strict=True))
+    cost = CostModel(step=0.01, row=1e-4, prompt=rising)
+    found = cost.prompt_tokens_within(seconds, most)
+    assert 0 <= found <= most
+    assert not found or cost.prompt_seconds(found) <= seconds
+    assert found == most or cost.prompt_seconds(found + 1) > seconds - 1e-9
+
+
 def test_a_replica_that_is_three_times_as_slow_is_seen_and_forgiven() -> None:
     slowness, now = Slowness(), 0.0
     for _ in range(40):
