@@ -349,6 +349,10 @@ class ReplicaSet:
     def _deliver(self, source: Replica, step: StepOutput) -> None:
         """Pass a step's outputs on, under the clients' ids; outputs of an earlier epoch are dropped."""
         outputs = tuple(each for output in step.outputs if (each := self._own(source, output)) is not None)
+        for output in outputs:
+            stream = None if output.finish is None else self._streams.get(output.request_id)
+            if stream is not None and not source.supervisor.has(stream.run_id):
+                self._forget(stream)
         self._router.observe(source.name, step)
         stats = self._sums.take(source.name, step.stats) if step.stats.blocks_total else EngineStats()
         self.on_step(StepOutput(step_id=step.step_id, outputs=outputs, stats=stats))
@@ -367,8 +371,6 @@ class ReplicaSet:
         if stream.moved_at is not None:
             self.on_moved(self._clock() - stream.moved_at)
             stream.moved_at = None
-        if output.finish is not None and not source.supervisor.has(output.request_id):
-            self._forget(stream)
         return output if output.request_id == request_id else replace(output, request_id=request_id)
 
     # ---------------------------------------------------------------- moves

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
 
-from quire_engine.types import StepOutput
+from quire_engine.types import EngineStats, StepOutput, TokenOutput
 from quire_server.engine.supervisor import EngineState
 from quire_server.errors import ReplicaLost
 from support.scripted_replicas import Replicas, replicas
@@ -285,5 +285,18 @@ def test_stopping_ends_what_waits_too() -> None:
         await them.set.stop()
         assert them.client.ends["a", 0].error == "the server is shutting down"
         assert all(one.state is EngineState.STOPPED for one in them.each)
+
+    run(body)
+
+
+def test_choices_that_end_in_one_step_are_all_delivered() -> None:
+    async def body() -> None:
+        them = await replicas()
+        them.set.submit(request("r", n=2))
+        holder = them.holder("r")
+        ends = tuple(TokenOutput(request_id="r", choice=choice, token_ids=(5,), finish="length") for choice in (0, 1))
+        holder._deliver(StepOutput(step_id=1, outputs=ends, stats=EngineStats(blocks_total=1)))
+        assert set(them.client.ends) == {("r", 0), ("r", 1)}
+        assert not any(row.streams for row in them.set.rows())
 
     run(body)
