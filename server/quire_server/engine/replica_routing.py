@@ -146,6 +146,7 @@ class Router:
             context=stats.slots_allocated - stats.slots_unused,
             blocks_total=stats.blocks_total,
             blocks_free=stats.blocks_free + stats.blocks_cached,
+            blocks_blank=stats.blocks_free,
             slowness=self._slowness[standing.name].ratio(now),
         )
 
