@@ -153,7 +153,7 @@ class Engine:
         return is_ready or request.request_id in self._unloadable
 
     def _in_use(self) -> set[str]:
-        return set() if self._adapters is None else self._scheduler.adapters_in_use
+        return set() if self._adapters is None else self._scheduler.adapters_in_use()
 
     def _admit(self, request: GenerationRequest) -> None:
         """Add the request to the scheduler, or refuse it."""

@@ -136,6 +136,10 @@ class Roster:
             self.end(sequence)
         return ended
 
+    def adapters_in_use(self) -> set[str]:
+        """Digests of the adapters of unfinished requests."""
+        return {group.adapter for group in self.live.values() if group.adapter}
+
     def check(self) -> None:
         """Raise InvariantViolation if queues, counts, tables and blocks disagree."""
         self._kv.check(self.sequences.values())

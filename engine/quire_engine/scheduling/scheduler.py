@@ -71,6 +71,7 @@ class Scheduler:
         self._scheduled_at: dict[int, float] = {}  # when each step in flight was planned
         self._deadlines = Deadlines()
         self.take_prefixes = self._kv.prefixes.take  # changes of cached prompt blocks, for a router
+        self.adapters_in_use = self._roster.adapters_in_use
 
     @property
     def has_work(self) -> bool:
@@ -183,11 +184,6 @@ class Scheduler:
             self._log.reset()
         num_blocks, host_blocks = self._kv.forget_cached()
         return Dropped(num_blocks=num_blocks, host_blocks=host_blocks)
-
-    @property
-    def adapters_in_use(self) -> set[str]:
-        """Digests of the adapters of unfinished requests."""
-        return {group.adapter for group in self._roster.live.values() if group.adapter}
 
     def answer(self, question: str, arguments: Arguments) -> object:
         """A plain value that describes this moment; `Inspection` has the questions. Raises Unanswerable."""
