@@ -1,7 +1,6 @@
 """The adapters in memory: read and packed beside the steps, kept by digest, dropped when others need their place.
 
-Promises: a request computes with the weights whose digest it names or ends with an error, never with others. Must not
-know: scheduling, the names that clients use.
+Promises: a request computes with the weights whose digest it names or ends with an error, never with others.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class AdapterCache:
             return None
         if digest in in_use:
             return None
-        self._leaving.discard(digest)  # whoever wanted its place has gone
+        self._leaving.discard(digest)  # the request that wanted its place has gone
         return ""
 
     def _end(self, adapter: Adapter, load: Future[Packed]) -> str:
