@@ -188,6 +188,7 @@ async def build_state(
     try:
         plan = await starting
         _check_vocabulary(settings, tokenizer, plan)
+        adapters = await _adapters(settings, supervisor)
     except BaseException:
         if prompts is not None:  # otherwise its processes would live as long as the error's traceback
             prompts.close()
@@ -196,14 +197,6 @@ async def build_state(
     tenants = tenants_of(settings, credentials.known.tenants)  # which may have been read again since the start
     metrics = _metrics(settings, plan, tenants, usage)
     supervisor.on_restart = metrics.engine_restarted
-    adapters = ServedAdapters(supervisor.control if settings.enable_lora else None, taken=names)
-    try:
-        for module in settings.lora_modules:
-            await adapters.load(module.name, module.path, parent=module.base_model_name)
-    except BadRequest as error:
-        if prompts is not None:
-            prompts.close()
-        raise ModelLoadError(f"--lora-modules: {error.message}") from None
     return ServerState(
         settings=settings,
         credentials=credentials,
@@ -224,6 +217,17 @@ async def build_state(
         load_ratio=supervisor.load_ratio,
         engine_trouble=lambda: "engine stuck" if supervisor.is_stuck else _TROUBLE[supervisor.state],
     )
+
+
+async def _adapters(settings: Settings, supervisor: Supervisor) -> ServedAdapters:
+    """The adapters of the settings, loaded. Raises ModelLoadError."""
+    adapters = ServedAdapters(supervisor.control if settings.enable_lora else None, taken=settings.model_names)
+    for module in settings.lora_modules:
+        try:
+            await adapters.load(module.name, module.path, parent=module.base_model_name)
+        except (BadRequest, NotReady) as error:
+            raise ModelLoadError(f"--lora-modules {module.name}: {error.message}") from None
+    return adapters
 
 
 def _check_vocabulary(settings: Settings, tokenizer: TextTokenizer, plan: EnginePlan) -> None:

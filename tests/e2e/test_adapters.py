@@ -189,7 +189,7 @@ def test_after_a_crash_changed_files_end_a_request_with_an_error(model: Path, tm
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--enable-lora", "--lora-modules", "x=/nowhere"), "--lora-modules: The adapter cannot be loaded: /nowhere"),
+        (("--enable-lora", "--lora-modules", "x=/nowhere"), "--lora-modules x: The adapter cannot be loaded: /nowhere"),
         (("--lora-modules", "x=/nowhere"), "--lora-modules needs --enable-lora"),
         (("--enable-lora", "--max-loras", "3", "--max-cpu-loras", "2"), "--max-cpu-loras 2 is less than the 3"),
     ],
