@@ -193,7 +193,6 @@ async def build_state(
         if prompts is not None:  # otherwise its processes would live as long as the error's traceback
             prompts.close()
         raise
-    names = settings.model_names
     tenants = tenants_of(settings, credentials.known.tenants)  # which may have been read again since the start
     metrics = _metrics(settings, plan, tenants, usage)
     supervisor.on_restart = metrics.engine_restarted
@@ -205,7 +204,7 @@ async def build_state(
         client=new_client(supervisor, settings, plan, metrics, supervisor.quarantine, tenants=tenants.all),
         tenants=tenants,
         metrics=metrics,
-        model_names=names,
+        model_names=settings.model_names,
         formats=formats,
         defaults=defaults,
         pooling=pooling,
