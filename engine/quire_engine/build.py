@@ -28,7 +28,7 @@ from quire_engine.config import (
 from quire_engine.drafts import Drafter, most_drafted_rows
 from quire_engine.engine import StepExecutor
 from quire_engine.errors import ConfigError, ModelLoadError, NotNative
-from quire_engine.execution.adapters import AdapterCache, adapter_bytes, check_adapters, make_adapters, num_kept
+from quire_engine.execution.adapters import AdapterCache, adapter_bytes, make_adapters, num_kept
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.device import own_dtype, resolve_device, torch_threads
 from quire_engine.execution.drafting.eagle import EagleDrafter, Watched
@@ -394,7 +394,6 @@ def resolve(
     kernels = found.over(_select_kernels(config, found, device, dtype, num_threads, tell, beside))
     config, speculation = _own_speculation(config, device, has_states=found.state_bytes > 0)
     _check_planning_ahead(config, kernels, device)
-    check_adapters(config, model, kernels, device)
     replaced_ops: tuple[str, ...] = ()
     if check_kernels and device.type == "cuda" and kernels.name != REFERENCE.name and isinstance(model, ModelConfig):
         kernels, replaced_ops = _checked_kernels(config, model, kernels, device, dtype)
@@ -431,7 +430,7 @@ def resolve(
         bytes_per_block=bytes_per_block,
         num_host_blocks=num_host_blocks,
         num_staging_blocks=staging,
-        adapter_bytes=adapter_bytes(config, model, kernels),
+        adapter_bytes=adapter_bytes(config, model, kernels, device),
     )
     return _with_guesser(resolved)
 

@@ -215,7 +215,7 @@ class LowRankPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRankMatrix:
-    """What an adapter adds to one matrix [N, K]: no row is in two parts."""
+    """The parts that an adapter adds to one matrix [N, K]; no row is in two of them."""
 
     num_rows: int  # N; of a gate-up pair both together
     num_inputs: int  # K
@@ -231,7 +231,7 @@ AdapterSites = Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addend:
-    """What adapters add to the product of T rows, before activation and residual: each row's adapter, if it has one."""
+    """The addend of the product of T rows, before activation and residual, by each row's adapter, if it has one."""
 
     slots: Tensor  # [T] int32, the place of each row's adapter in `matrices`; -1: it has none
     matrices: tuple[LowRank | None, ...]  # of this product; None: the adapter leaves it as it is
@@ -245,7 +245,7 @@ class StepAdapters:
     adapters: tuple[AdapterSites, ...]
 
     def at(self, site: int | None) -> Addend | None:
-        """What is added at one site; None: nothing to any row."""
+        """The addend at one site; None: no row has any."""
         if site is None:
             return None
         matrices = tuple([adapter[site] for adapter in self.adapters])

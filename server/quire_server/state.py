@@ -195,27 +195,17 @@ async def build_state(
     try:
         plan = await starting
         _check_vocabulary(settings, tokenizer, plan)
+        adapters = await _adapters(settings, engines)
     except BaseException:
         if prompts is not None:  # otherwise its processes would live as long as the error's traceback
             prompts.close()
         raise
-    names = settings.model_names
     tenants = tenants_of(settings, credentials.known.tenants)  # which may have been read again since the start
     metrics = _metrics(settings, whole_plan(plan, engines.num_replicas), tenants, usage)
     replicas = engines if isinstance(engines, ReplicaSet) else None
     engines.on_restart = metrics.engine_restarted
     if replicas is not None:
-        engines.on_restart = metrics.replica_restarted
-        replicas.on_route, replicas.on_move = metrics.replicas.decided, metrics.replicas.moved
-        replicas.on_moved, metrics.replica_rows = metrics.replicas.move_seconds, replicas.rows
-    adapters = ServedAdapters(engines.control if settings.enable_lora else None, taken=names)
-    try:
-        for module in settings.lora_modules:
-            await adapters.load(module.name, module.path, parent=module.base_model_name)
-    except BadRequest as error:
-        if prompts is not None:
-            prompts.close()
-        raise ModelLoadError(f"--lora-modules: {error.message}") from None
+        _tell_of_replicas(replicas, metrics)
     return ServerState(
         settings=settings,
         credentials=credentials,
@@ -232,7 +222,7 @@ async def build_state(
         ),
         tenants=tenants,
         metrics=metrics,
-        model_names=names,
+        model_names=settings.model_names,
         formats=formats,
         defaults=defaults,
         pooling=pooling,
@@ -245,6 +235,23 @@ async def build_state(
         engine_trouble=engines.trouble,
         adapters=adapters,
     )
+
+
+def _tell_of_replicas(replicas: ReplicaSet, metrics: Metrics) -> None:
+    replicas.on_restart = metrics.replica_restarted
+    replicas.on_route, replicas.on_move = metrics.replicas.decided, metrics.replicas.moved
+    replicas.on_moved, metrics.replica_rows = metrics.replicas.move_seconds, replicas.rows
+
+
+async def _adapters(settings: Settings, engines: Engines) -> ServedAdapters:
+    """The adapters of the settings, loaded. Raises ModelLoadError."""
+    adapters = ServedAdapters(engines.control if settings.enable_lora else None, taken=settings.model_names)
+    for module in settings.lora_modules:
+        try:
+            await adapters.load(module.name, module.path, parent=module.base_model_name)
+        except (BadRequest, NotReady) as error:
+            raise ModelLoadError(f"--lora-modules {module.name}: {error.message}") from None
+    return adapters
 
 
 def _check_vocabulary(settings: Settings, tokenizer: TextTokenizer, plan: EnginePlan) -> None:

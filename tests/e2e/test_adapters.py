@@ -134,6 +134,30 @@ def test_two_adapters_go_on_after_kills(model: Path, adapters: list[Path]) -> No
         asyncio.run(run(server))
 
 
+def test_replicas_share_the_adapters(model: Path, adapters: list[Path]) -> None:
+    """One of them loads an adapter by order, the other one when a stream with it comes over."""
+    names = ["a0", "a1", None, "a2"] * 3
+    wanted = [body(name, tokens=200, prompt=f"Story {i}") for i, name in enumerate(names)]
+
+    async def run(server: Served) -> None:
+        loaded = order(server, "load", lora_name="a2", lora_path=str(adapters[2]))
+        assert loaded.status_code == 200, loaded.text
+        async with client(server.url) as http:
+            alone = [await stream(http, request) for request in wanted]
+            tasks = [asyncio.create_task(stream(http, request)) for request in wanted]
+            await asyncio.sleep(0.3)
+            drained = await http.post("/admin/replicas/1/drain")
+            assert drained.status_code == 200, drained.text
+            together = await asyncio.gather(*tasks)
+        for before, after in zip(alone, together, strict=True):
+            assert (after.errors, after.token_ids, after.done) == ([], before.token_ids, True)
+        assert order(server, "unload", lora_name="a2").status_code == 200
+        server.wait_idle()
+
+    with serve(model, adapters[:2], "--max-loras", "3", "--replicas", "2") as server:
+        asyncio.run(run(server))
+
+
 def test_what_runs_keeps_its_adapter_while_it_is_replaced_and_unloaded(model: Path, tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "x", model, seed=10)
 
@@ -189,7 +213,7 @@ def test_after_a_crash_changed_files_end_a_request_with_an_error(model: Path, tm
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--enable-lora", "--lora-modules", "x=/nowhere"), "--lora-modules: The adapter cannot be loaded: /nowhere"),
+        (("--enable-lora", "--lora-modules", "x=/nowhere"), "--lora-modules x: The adapter cannot be loaded: /nowhere"),
         (("--lora-modules", "x=/nowhere"), "--lora-modules needs --enable-lora"),
         (("--enable-lora", "--max-loras", "3", "--max-cpu-loras", "2"), "--max-cpu-loras 2 is less than the 3"),
     ],

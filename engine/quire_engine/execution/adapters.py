@@ -1,7 +1,6 @@
 """The adapters in memory: read and packed beside the steps, kept by digest, dropped when others need their place.
 
-Promises: a request computes with the weights whose digest it names or ends with an error, never with others. Must not
-know: scheduling, the names that clients use.
+Promises: a request computes with the weights whose digest it names or ends with an error, never with others.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class AdapterCache:
             return None
         if digest in in_use:
             return None
-        self._leaving.discard(digest)  # whoever wanted its place has gone
+        self._leaving.discard(digest)  # the request that wanted its place has gone
         return ""
 
     def _end(self, adapter: Adapter, load: Future[Packed]) -> str:
@@ -141,10 +140,8 @@ class AdapterCache:
             return pack(read_adapter(Path(path), self._config, max_rank=self._max_rank), self._config, self._ops)
 
 
-def check_adapters(config: EngineConfig, model: ModelFacts, kernels: KernelSet, device: torch.device) -> None:
-    """Raises ConfigError where adapters are asked for and cannot be computed, or where their limits disagree."""
-    if not config.enable_lora:
-        return
+def _check(config: EngineConfig, model: ModelFacts, kernels: KernelSet, device: torch.device) -> None:
+    """Raises ConfigError where adapters cannot be computed, or where their limits disagree."""
     reason = ""
     if device.type != "cpu":
         reason = "adapters are computed on a CPU only"
@@ -171,8 +168,10 @@ def num_kept(config: EngineConfig) -> int:
     return config.limits.max_loras if config.max_cpu_loras is None else config.max_cpu_loras
 
 
-def adapter_bytes(config: EngineConfig, model: ModelFacts, kernels: KernelSet) -> int:
-    """The memory of all adapters that may be there at once."""
+def adapter_bytes(config: EngineConfig, model: ModelFacts, kernels: KernelSet, device: torch.device) -> int:
+    """The memory of all adapters that may be there at once. Raises ConfigError where they cannot be."""
+    if config.enable_lora:
+        _check(config, model, kernels, device)
     if not config.enable_lora or not isinstance(model, ModelConfig) or kernels.adapted is None:
         return 0
     return num_kept(config) * most_adapter_bytes(model, config.max_lora_rank, kernels.adapted.itemsize)

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Values
 from itertools import chain, takewhile
 
-from quire_engine.invariants import InvariantViolation
+from quire_engine.invariants import InvariantViolation, require
 from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.blocks import NO_MATCH, PrefixMatch
 from quire_engine.scheduling.fairness import Accounts
@@ -117,6 +117,18 @@ class Planner:
         """The group is about to be held: if it is the elder, the next step chooses another one."""
         if self.elder is group:
             self.elder = None
+
+    def check(self) -> None:
+        """Raise InvariantViolation where the roster disagrees with itself or the limits, or the elder is held."""
+        limits, roster = self._limits, self._roster
+        roster.check()
+        require(roster.num_running <= limits.max_num_seqs, f"{roster.num_running} sequences run")
+        adapters = {group.adapter for group in roster.running if group.adapter}
+        require(len(adapters) <= limits.max_loras, f"{len(adapters)} adapters run")
+        others = [group for group in roster.running if group is not self.elder]
+        for side, partial in Counter(group.side for group in others if group.is_prefilling).items():
+            require(partial <= limits.max_num_partial_prefills, f"{partial} requests of {side} compute their prompts")
+        require(self.elder not in roster.held.values(), "the elder is held")
 
     def _elder(self, step: int) -> Group | None:
         if self.elder is None or self.elder.state == "finished":

@@ -5,7 +5,6 @@ Every accepted request has one terminal output per choice, within its wait bound
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -312,14 +311,7 @@ class Scheduler:
         I20* bypasses: no group is overtaken more than `max_bypasses` times, except while it waits for a prefix.
         """
         limits, roster = self._config.limits, self._roster
-        roster.check()
-        require(roster.num_running <= limits.max_num_seqs, f"{roster.num_running} sequences run")
-        adapters = {group.adapter for group in roster.running if group.adapter}
-        require(len(adapters) <= limits.max_loras, f"{len(adapters)} adapters run")
-        others = [group for group in roster.running if group is not self._planner.elder]
-        for side, partial in Counter(group.side for group in others if group.is_prefilling).items():
-            require(partial <= limits.max_num_partial_prefills, f"{partial} requests of {side} compute their prompts")
-        require(self._planner.elder not in roster.held.values(), "the elder is held")
+        self._planner.check()
         for group in roster.contenders():
             age = self._step - group.added_step
             require(age < group.wait_bound, f"request {group.request.request_id} is alive after {age} steps")

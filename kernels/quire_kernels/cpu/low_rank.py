@@ -1,4 +1,4 @@
-"""What adapters add to products, in the form of the C++ kernels.
+"""The matrices that adapters add to products, in the form of the C++ kernels.
 
 Promises: a packed matrix keeps its memory alive and never refers to the tensors that it came from; slots and shapes are
 checked here. Must not know: layers.

@@ -1,4 +1,4 @@
-"""What adapters add to products, in plain torch: the specification of `AdaptedOps`.
+"""Products with adapters, in plain torch: the specification of `AdaptedOps`.
 
 Promises: a row without an adapter has the bits of the plain op; on a CPU another row's bits do not depend on the rest
 of the call.

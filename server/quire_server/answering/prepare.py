@@ -298,7 +298,6 @@ def admit(state: ServerState, model: str | None) -> None:
 async def prepare(state: ServerState, options: GenerationOptions, caller: Caller | None = None) -> Job:
     """Check prompts and parameters against the model and the pool. Raises BadRequest, ContextLengthExceeded."""
     _refuse_other_models(state)
-    adapter = state.adapters.bound(options.model)
     defaults = state.defaults
     limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs, defaults.most_tokens)
     options = with_defaults(options, defaults.sampling, defaults.max_tokens)
@@ -319,7 +318,7 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
     grammar, opener = await _grammar(state, options, parsing, caller.cache_scope)
     sampling = replace(sampling, grammar=grammar, thinking_opener=opener)
     beam = beam_params(options, sampling, limits)
-    seed, own_seed = options.sampling.seed, state.settings.seed
+    seed, own_seed, adapter = options.sampling.seed, state.settings.seed, state.adapters.bound(options.model)
     requests: list[GenerationRequest] = []
     for token_ids in prompts:
         if requests:
@@ -339,16 +338,14 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
             beam=beam,
             speculates=options.speculates,
             prediction=await _prediction(state, options, limits),
-        )
-        request = request.bound_to(adapter)
+        ).bound_to(adapter)
         requests.append(caller.claim(request, timeout=options.timeout, is_batch=options.is_batch))
     return Job(
         options=options,
         requests=tuple(requests),
         prompt_texts=tuple(texts),
         text=_text_options(state, options, parsing),
-        headers=_headers(state, options, min(request.stop.max_new_tokens for request in requests))
-        | adapter_header(adapter),
+        headers=_headers(state, options, adapter, min(request.stop.max_new_tokens for request in requests)),
     )
 
 
@@ -525,14 +522,16 @@ def _without_effect(state: ServerState, options: GenerationOptions) -> list[str]
     return names
 
 
-def _headers(state: ServerState, options: GenerationOptions, max_new_tokens: int) -> dict[str, str]:
-    """Headers for fields without effect, unused parts of the conversation, and a max_tokens that was lowered."""
+def _headers(
+    state: ServerState, options: GenerationOptions, adapter: Adapter | None, max_new_tokens: int
+) -> dict[str, str]:
+    """Headers for fields without effect, unused parts of the conversation, a lowered max_tokens, and the adapter."""
     source = options.prompt.source
     conversation = source if isinstance(source, Conversation) else Conversation(messages=())
     headers = notes(state, _without_effect(state, options), conversation.messages, conversation.template_variables)
     if options.stop.max_tokens is not None and max_new_tokens < options.stop.max_tokens:
         headers["x-quire-clamped"] = f"{options.stop.max_tokens_param}={max_new_tokens}"
-    return headers
+    return headers | adapter_header(adapter)
 
 
 def _is_by_priority(state: ServerState) -> bool:

@@ -1,7 +1,7 @@
 """The adapters that requests may name, and the orders that load and forget them in the engine.
 
 Promises: a name stands for one digest at a time, and for another only once that is loaded; a request keeps the one that
-its name stood for when it was checked. Must not know: HTTP's routes, files.
+its name stood for when it was checked.
 """
 
 from __future__ import annotations
@@ -62,8 +62,6 @@ class ServedAdapters:
 
     async def load(self, name: str, path: str, *, in_place: bool = False, parent: str = "") -> ServedAdapter:
         """Load the adapter in a directory. Raises BadRequest, NotReady."""
-        if self._control is None:
-            raise Unsupported("Adapters are not enabled: start the server with --enable-lora.", param="lora_name")
         async with self._changing:
             if name in self._taken:
                 raise BadRequest(f"The name '{name}' is the model's own.", param="lora_name")
@@ -113,7 +111,8 @@ class ServedAdapters:
             return  # an engine that starts anew has none
 
     async def _tell(self, what: str, argument: str) -> bytes:
-        assert self._control is not None
+        if self._control is None:
+            raise Unsupported("Adapters are not enabled: start the server with --enable-lora.", param="lora_name")
         try:
             return await self._control(what, argument)
         except Unanswerable as error:

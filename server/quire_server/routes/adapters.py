@@ -7,19 +7,18 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from quire_server.errors import BadRequest, ModelNotFound, NotReady
 from quire_server.http.body import json_body
 from quire_server.http.openapi import error_response
-from quire_server.settings.values import check_name
 from quire_server.state import state_of
 
 router = APIRouter(prefix="/v1", tags=["admin"])
 
 log = logging.getLogger("quire.admin")
 
-_Name = Annotated[str, AfterValidator(check_name), Field(description="the name for `model` in requests")]
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._/:-]{1,96}$", description="the name for `model` in requests")]
 
 
 class LoadOrder(BaseModel):

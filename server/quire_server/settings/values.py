@@ -88,7 +88,7 @@ def _parse_lora_module(value: object) -> LoraModule:
     words = {key: each for key, each in fields.items() if each is not None}
     if not all(isinstance(each, str) and each for each in words.values()):
         raise ValueError(expected)
-    return LoraModule(check_name(words["name"]), words["path"], words.get("base_model_name", ""))
+    return LoraModule(_check_name(words["name"]), words["path"], words.get("base_model_name", ""))
 
 
 _COUNT_SUFFIX = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -168,7 +168,7 @@ def _check_networks(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def check_name(name: str) -> str:
+def _check_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._/:-]{1,96}", name):
         raise ValueError("names are 1 to 96 characters of A-Z a-z 0-9 . _ - / :")
     return name
@@ -192,7 +192,7 @@ Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
 Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_origins)]
 Networks = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list), AfterValidator(_check_networks)]
 RootPath = Annotated[str, AfterValidator(_check_root_path)]
-Names = Annotated[tuple[Annotated[str, AfterValidator(check_name)], ...], NoDecode, BeforeValidator(_split_list)]
+Names = Annotated[tuple[Annotated[str, AfterValidator(_check_name)], ...], NoDecode, BeforeValidator(_split_list)]
 JsonObject = Annotated[dict[str, object], NoDecode, BeforeValidator(_parse_json)]
 LoraModules = Annotated[tuple[LoraModule, ...], NoDecode, BeforeValidator(_parse_lora_modules)]
 Count = Annotated[int, BeforeValidator(parse_count)]

@@ -80,7 +80,7 @@ class ReadAdapter(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Settings:
-    """What adapter_config.json says."""
+    """The values of adapter_config.json that the adapter's numbers depend on."""
 
     rank: int
     alpha: float
