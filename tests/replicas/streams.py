@@ -17,6 +17,7 @@ import httpx
 WORDS = {"type": "array", "items": {"type": "string", "maxLength": 24}, "minItems": 3, "maxItems": 3}
 PEOPLE = {"type": "object", "properties": {"names": WORDS}, "required": ["names"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "note", "parameters": PEOPLE, "strict": True}}
+BUSY, TRIES = 503, 60
 PROMPTS = ("Once upon a time", "1, 2, 3,", "The capital of France is", "Hello", "A list:", "{", "My name is", "We")
 
 
@@ -65,7 +66,7 @@ class Said:
     def take(self, event: dict[str, Any]) -> None:
         self.heard.append(time.monotonic())
         if "error" in event:
-            self.errors.append(event["error"])
+            self.errors.append((0, event["error"]))
             return
         for choice in event["choices"]:
             index, delta = choice["index"], choice.get("delta") or {}
@@ -89,7 +90,19 @@ def client(url: str) -> httpx.AsyncClient:
 
 
 async def stream(http: httpx.AsyncClient, number: int, on_chunk: Callable[[], None]) -> Said:
-    """One stream to its end; `on_chunk` is called with each of its chunks."""
+    """One stream to its end; `on_chunk` is called with each of its chunks.
+
+    Who is refused before anything is computed, since the processes that check grammars are busy, comes again.
+    """
+    for _ in range(TRIES - 1):
+        said = await _stream(http, number, on_chunk)
+        if not (said.errors and said.errors[0][0] == BUSY):
+            return said
+        await asyncio.sleep(1)
+    return await _stream(http, number, on_chunk)
+
+
+async def _stream(http: httpx.AsyncClient, number: int, on_chunk: Callable[[], None]) -> Said:
     path, body = asked(number)
     said = Said()
     async with http.stream("POST", path, json=body) as reply:
