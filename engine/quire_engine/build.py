@@ -382,12 +382,7 @@ def resolve(
     found = _find_model(config)
     model, config = found.facts, found.asked
     check_model_len(config.max_model_len, model.max_position_embeddings)
-    device = resolve_device(config.device)
-    if config.replicas > 1 and device.type != "cpu":
-        raise ConfigError(
-            f"replicas={config.replicas}: the engines of one server are divided over a CPU's cores only;"
-            " start a server for each GPU, or set device to cpu"
-        )
+    device = _device(config)
     dtype, why_dtype = _dtype(config, model, device)
     parameters = found.parameters(Path(config.model))
     num_threads = config.num_threads or usable_cores()
@@ -433,6 +428,17 @@ def resolve(
         adapter_bytes=adapter_bytes(config, model, kernels, device),
     )
     return _with_guesser(resolved)
+
+
+def _device(config: EngineConfig) -> torch.device:
+    """The device of the settings. Raises ConfigError."""
+    device = resolve_device(config.device)
+    if config.replicas > 1 and device.type != "cpu":
+        raise ConfigError(
+            f"replicas={config.replicas}: the engines of one server are divided over a CPU's cores only;"
+            " start a server for each GPU, or set device to cpu"
+        )
+    return device
 
 
 def _with_guesser(resolved: Resolved) -> Resolved:

@@ -182,16 +182,8 @@ async def build_state(
     )
     source = tokenizer.chat_template if settings.chat_template is None else _template(settings.chat_template)
     formats = model_formats(settings.tool_call_parser, settings.reasoning_parser, tokenizer, source)
-    scoring = await asyncio.to_thread(scoring_method, settings.pooling, settings.model_path, tokenizer)
-    pooling = await asyncio.to_thread(pooling_method, settings.pooling, settings.model_path)
-    if scoring.classifier is not None:  # its head belongs to the last token's row
-        pooling = PoolingMethod(name="last")
-    prompts: ChatTemplate | None = None
-    if source is not None:
-        try:
-            prompts = await asyncio.to_thread(ChatTemplate, source, tokenizer, settings.default_chat_template_kwargs)
-        except ModelLoadError as error:
-            raise ModelLoadError(f"{settings.chat_template or settings.model_path}: {error}") from None
+    scoring, pooling = await _vectors(settings, tokenizer)
+    prompts = await _prompts(settings, tokenizer, source)
     try:
         plan = await starting
         _check_vocabulary(settings, tokenizer, plan)
@@ -212,13 +204,7 @@ async def build_state(
         tokenizer=tokenizer,
         prompts=prompts,
         client=new_client(
-            engines,
-            settings,
-            plan,
-            metrics,
-            engines.quarantine,
-            tenants=tenants.all,
-            num_replicas=engines.num_replicas,
+            engines, settings, plan, metrics, engines.quarantine, tenants=tenants.all, num_replicas=engines.num_replicas
         ),
         tenants=tenants,
         metrics=metrics,
@@ -235,6 +221,24 @@ async def build_state(
         engine_trouble=engines.trouble,
         adapters=adapters,
     )
+
+
+async def _vectors(settings: Settings, tokenizer: TextTokenizer) -> tuple[ScoringMethod, PoolingMethod]:
+    """How pairs are scored and how rows become a vector. Raises ConfigError, ModelLoadError."""
+    scoring = await asyncio.to_thread(scoring_method, settings.pooling, settings.model_path, tokenizer)
+    if scoring.classifier is not None:  # its head belongs to the last token's row
+        return scoring, PoolingMethod(name="last")
+    return scoring, await asyncio.to_thread(pooling_method, settings.pooling, settings.model_path)
+
+
+async def _prompts(settings: Settings, tokenizer: TextTokenizer, source: str | None) -> ChatTemplate | None:
+    """The chat template; None: there is none. Raises ModelLoadError."""
+    if source is None:
+        return None
+    try:
+        return await asyncio.to_thread(ChatTemplate, source, tokenizer, settings.default_chat_template_kwargs)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{settings.chat_template or settings.model_path}: {error}") from None
 
 
 def _tell_of_replicas(replicas: ReplicaSet, metrics: Metrics) -> None:
