@@ -18,7 +18,7 @@ POSTS = (
     *("/v1/rerank", "/v2/rerank", "/rerank", "/classify", "/v1/classify"),
     *("/invocations", "/tokenize", "/detokenize", "/v1/chat/completions/input_tokens"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
-    "/admin/abort",
+    *("/admin/abort", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 )
 POSTS_WITHOUT_BODY = (
     "/v1/responses/{response_id}/cancel",

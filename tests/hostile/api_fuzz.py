@@ -41,7 +41,7 @@ def main() -> int:
                 *("--seed", str(wanted.seed), "--workers", "1", "--mode", "all", "--generation-allow-x00", "true"),
                 *("--phases", "examples,coverage,fuzzing,stateful", "--checks", ",".join(CHECKS)),
                 # What operators do to a server would end the run.
-                *("--exclude-path-regex", "^/admin", "--request-timeout", "60"),
+                *("--exclude-path-regex", "^/admin|_lora_adapter$", "--request-timeout", "60"),
             ],
             stdout=subprocess.PIPE,
             text=True,

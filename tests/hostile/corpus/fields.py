@@ -40,6 +40,8 @@ _RICH_CHAT = {
     "stop": ["@@"],
 }
 # A good body of each route that takes one; a route without an entry fails the run, so that none is forgotten.
+# What operators do to a server.
+OPERATORS = ("/admin", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 BODIES: dict[str, tuple[dict[str, Any], ...]] = {
     "/v1/completions": (
         {"prompt": MARK, "max_tokens": 4},
@@ -143,7 +145,7 @@ def cases(facts: Facts) -> Iterator[Case]:
 def _posts(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The routes that take a body; what operators may do to a server is no client's."""
     for path, operations in document["paths"].items():
-        if "requestBody" in operations.get("post", {}) and not path.startswith("/admin"):
+        if "requestBody" in operations.get("post", {}) and not path.startswith(OPERATORS):
             yield path, operations["post"]
 
 

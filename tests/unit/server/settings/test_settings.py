@@ -233,7 +233,7 @@ def test_help_shows_every_setting_grouped(capsys: pytest.CaptureFixture[str], mo
         assert option_group(field) in GROUPS
         assert option_unit(field) in {"", "s", "tokens", "bytes"}
         assert field.description
-    assert len(text.splitlines()) < 163
+    assert len(text.splitlines()) < 172
 
 
 def test_every_flag_can_be_given_its_own_default(tmp_path: Path):
@@ -294,6 +294,7 @@ def test_engine_config_takes_every_engine_setting():
     assert got.pop("faults") == ({"point": "oom", "nth": 3, "seed": None},)
     assert not got.pop("swap_on_cpu")  # for tests alone
     assert got.pop("admission") == "expected"  # simulations alone compare it
+    assert (got.pop("replicas"), got.pop("tells_prefixes"), got.pop("alive_seconds")) == (1, False, 0)  # divided_config
     for name in REMOVED.keys() & got.keys():
         assert got.pop(name) == default[name], name
     assert all(got[name] != default[name] for name in got), "a field of EngineConfig is not set from Settings"
