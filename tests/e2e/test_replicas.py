@@ -29,18 +29,23 @@ def alone() -> tuple[list[Said], tuple[str, ...]]:
 
 
 @pytest.fixture
-def server(alone: tuple[list[Said], tuple[str, ...]]) -> Iterator[Served]:
-    with Served(*FLAGS, *alone[1], "--replicas", "2") as started:
+def server(alone: tuple[list[Said], tuple[str, ...]], request: pytest.FixtureRequest) -> Iterator[Served]:
+    """With a short silence where a test is about it; else a busy host's pauses are not taken for a loss."""
+    silence = getattr(request, "param", "30")
+    with Served(*FLAGS, *alone[1], "--replicas", "2", "--replica-silence", silence) as started:
         yield started
 
 
-def restarted(server: Served, times: int) -> None:
-    """Wait until engines have been replaced so often, and all are there."""
+def restarted(server: Served, times: int, *, or_more: bool = False) -> None:
+    """Wait until engines have been replaced so often, and all are there.
+
+    `or_more`: a busy host may hold an engine up for as long as one that is stopped.
+    """
     deadline = time.monotonic() + 60
     while server.metric("quire_replica_up") < 2 or server.metric("quire_engine_restarts_total") < times:
         assert time.monotonic() < deadline, replicas(server)
         time.sleep(0.05)
-    assert server.metric("quire_engine_restarts_total") == times
+    assert or_more or server.metric("quire_engine_restarts_total") == times
 
 
 def test_a_kill_of_an_engine_is_not_seen_by_any_client(server: Served, alone: Any) -> None:
@@ -55,6 +60,7 @@ def test_a_kill_of_an_engine_is_not_seen_by_any_client(server: Served, alone: An
     server.wait_idle()
 
 
+@pytest.mark.parametrize("server", ["5"], indirect=True)
 def test_a_stopped_engine_is_replaced(server: Served, alone: Any) -> None:
     async def stop(share: Callable[[], float]) -> None:
         await reached(share, 0.3)
@@ -62,7 +68,7 @@ def test_a_stopped_engine_is_replaced(server: Served, alone: Any) -> None:
 
     got = asyncio.run(streams(server.url, NUM_STREAMS, stop))
     assert not differences(alone[0], got)
-    restarted(server, 1)
+    restarted(server, 1, or_more=True)
     assert "no sign of life" in server.log()
 
 
