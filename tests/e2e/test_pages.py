@@ -192,7 +192,7 @@ def test_the_reference_describes_and_tries_every_route(keyed: Served) -> None:
         browser.until("document.querySelectorAll('.operation form').length > 5")
         browser.run("for (const one of document.querySelectorAll('.operation details')) one.open = true")
         browser.run("for (const one of document.querySelectorAll('label input')) one.value = 'quire-demo'")
-        # All but the operator's orders: a server that is told to drain, or to abort, refuses the others, and adapters are off.
+        # All but the orders of an operator: a server that drains, or aborts, refuses the others, and adapters are off.
         tried = "[...document.querySelectorAll('.operation form')].filter("
         tried += "(one) => !/\\/admin\\/|_lora_adapter/.test(one.closest('.operation').textContent))"
         browser.run(f"for (const one of {tried}) one.requestSubmit()")

@@ -176,7 +176,7 @@ def test_a_request_without_an_adapter_has_the_bits_of_a_server_without_adapters(
         assert beside[key] == result
 
 
-def test_beams_grammars_and_vectors_work_with_adapters(made) -> None:
+def test_scored_prompts_and_vectors_have_the_adapters_numbers(made) -> None:
     adapter, built = made["reference"][0], engine("reference")
     beams = replace(request("beams", adapter), sampling=SamplingParams(), beam=None, n=1)
     scored = replace(request("scores", adapter), sampling=SamplingParams(num_prompt_logprobs=1))

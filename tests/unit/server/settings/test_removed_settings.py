@@ -40,8 +40,8 @@ def test_there_are_few_settings() -> None:
     more say what requests leave out: from where it is taken, and which values win. One is for who bills by streams of
     clients that do not ask for their usage, one says whose code may compute a model, and one whether tokens are
     guessed: what that gains follows from the texts. Five are of adapters: whether there are any, which, and how much
-    memory and how much of a step they may take. Four are of replicas: how many, who gets a request, and how long one may
-    be silent and a stream without one.
+    memory and how much of a step they may take. Four are of replicas: how many, who gets a request, and how long one
+    may be silent and a stream without one.
     """
     assert len(Settings.model_fields) <= 99
 
