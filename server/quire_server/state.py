@@ -226,9 +226,10 @@ async def build_state(
 async def _vectors(settings: Settings, tokenizer: TextTokenizer) -> tuple[ScoringMethod, PoolingMethod]:
     """How pairs are scored and how rows become a vector. Raises ConfigError, ModelLoadError."""
     scoring = await asyncio.to_thread(scoring_method, settings.pooling, settings.model_path, tokenizer)
+    pooling = await asyncio.to_thread(pooling_method, settings.pooling, settings.model_path)
     if scoring.classifier is not None:  # its head belongs to the last token's row
-        return scoring, PoolingMethod(name="last")
-    return scoring, await asyncio.to_thread(pooling_method, settings.pooling, settings.model_path)
+        pooling = PoolingMethod(name="last")
+    return scoring, pooling
 
 
 async def _prompts(settings: Settings, tokenizer: TextTokenizer, source: str | None) -> ChatTemplate | None:

@@ -178,13 +178,12 @@ def test_a_request_without_an_adapter_has_the_bits_of_a_server_without_adapters(
 
 def test_scored_prompts_and_vectors_have_the_adapters_numbers(made) -> None:
     adapter, built = made["reference"][0], engine("reference")
-    beams = replace(request("beams", adapter), sampling=SamplingParams(), beam=None, n=1)
     scored = replace(request("scores", adapter), sampling=SamplingParams(num_prompt_logprobs=1))
     vector = replace(
         request("vector", adapter), sampling=SamplingParams(temperature=0.0), pooling="mean",
         stop=StopParams(max_new_tokens=0),
     )  # fmt: skip
-    found = generate(built, [beams, scored, vector])
+    found = generate(built, [scored, vector])
     assert all(result.error is None for result in found.values())
     for each in (scored, vector):
         bare = replace(each, request_id="bare", adapter=None, cache_salt="")
