@@ -30,6 +30,7 @@ _LONGEST_START = 16  # times the tokens that may come: what a sequence has more 
 _FEWEST_PASSED = 32  # drafts of a sequence that do not pay, until one is tried all the same; then twice as many
 _MOST_PASSED = 1024
 _TRIED = 4  # drafts that a costly drafter is tried with: for the first one it has to catch up
+_DECIDED_FOR = 16  # steps for which it is not asked again whether drafts pay that have just been found not to
 _LED_BY = 16  # tokens of a prompt by which the first tokens of its answer are found again
 _TRIAL = 16  # steps for which the other way to plan is tried
 _BETWEEN = 2  # steps behind a change that belong to neither way
@@ -47,7 +48,6 @@ class _Record:
     shares: list[float] = field(default_factory=lambda: list(_HOPES))  # accepted, by match length
     match: int = 0  # of the drafts in flight
     is_predicted: bool = False  # whether those are the client's own guess
-    is_useful: bool = False  # whether some of the last were accepted
     passed: int = 0  # drafts that did not pay, since the last one that was tried all the same
     patience: int = _FEWEST_PASSED
 
@@ -81,6 +81,7 @@ class Speculation:
         self._waiting = Waiting(has_choice=plans_ahead)
         self._is_drafted, self._accepted = False, 0  # whether the last plan has drafts; those accepted in a step
         self._records: dict[int, _Record] = {}
+        self._useful: set[int] = set()  # the sequences of whose last drafts some were accepted
         self._turn = 0
         self._silent = 0  # searches in turns since a draft was accepted
         # Of a costly drafter.
@@ -89,6 +90,8 @@ class Speculation:
         self._hope = _HOPE_OF_COSTLY  # the average share of all sequences
         self._unpaid, self._tried = _Record(), 0  # steps with sequences that do not pay; drafts of one that was tried
         self._rare = -1  # the sequence that is tried in the step that is under way
+        self._decided: tuple[int, tuple[float, ...]] = (0, ())  # rows and shares with which no drafts paid
+        self._is_decided_for = 0  # further steps
 
     @property
     def needs_results(self) -> bool:
@@ -115,7 +118,7 @@ class Speculation:
             if budget <= 0:
                 self.undrafted["batch"] += 1
                 continue
-            record.is_useful = False  # until these are
+            self._useful.discard(sequence.sequence_id)  # until these are
             if not draft.token_ids:
                 self.undrafted["nothing"] += 1
                 continue
@@ -151,7 +154,8 @@ class Speculation:
         record = self._records.get(sequence.sequence_id)
         if record is None:
             return None
-        record.is_useful = num_accepted > 0
+        if num_accepted:
+            self._useful.add(sequence.sequence_id)
         kind = _kind(record.match)
         # The first rejected draft is the last that says something: what is behind it was never compared.
         for accepted in (*[1.0] * num_accepted, *[0.0] * (num_accepted < num_drafts)):
@@ -180,6 +184,7 @@ class Speculation:
         """These sequences have ended, or lost their blocks: of those that run again it is learned anew."""
         for sequence_id in sequence_ids:
             if self._records.pop(sequence_id, None) is not None:
+                self._useful.discard(sequence_id)
                 self._drafter.forget(sequence_id)
 
     def _wishes(self, plan: StepPlan, rows: int) -> list[_Wanted]:
@@ -210,7 +215,7 @@ class Speculation:
         """
         shares = [record.shares[_kind(record.match)] for _, record, _ in wanted]
         order = sorted(range(len(wanted)), key=lambda i: -shares[i])
-        count, most = self._costs.best_round(rows, [shares[i] for i in order], self._most, self._drafting)
+        count, most = self._round(rows, [shares[i] for i in order])
         tokens = dict.fromkeys(order[:count], most)
         self._rare = -1
         if count < len(order):
@@ -220,6 +225,17 @@ class Speculation:
         self.undrafted["cost"] += len(wanted) - len(tokens)
         chosen = [(*wanted[i], tokens[i]) for i in sorted(tokens)]
         return [(sequence, record, wish._replace(most=min(wish.most, n))) for sequence, record, wish, n in chosen]
+
+    def _round(self, rows: int, shares: list[float]) -> tuple[int, int]:
+        """See `RowCosts.best_round`. That no drafts pay holds for a few steps of the same rows and shares: the search
+        for better ones is what a drafter costs that is never right.
+        """
+        if self._is_decided_for and self._decided == (rows, tuple(shares)):
+            self._is_decided_for -= 1
+            return 0, 0
+        count, most = self._costs.best_round(rows, shares, self._most, self._drafting)
+        self._decided, self._is_decided_for = (rows, tuple(shares)), 0 if count else _DECIDED_FOR
+        return count, most
 
     def _drafts(self, wanted: list[_Wanted]) -> list[Draft]:
         """The drafts, and what they took where that counts: not while the drafter still computes what came before."""
@@ -239,18 +255,17 @@ class Speculation:
 
     def _in_turns(self, plan: StepPlan) -> list[Sequence]:
         """The sequences to search drafts for: those whose last drafts were of use, and a few of the others."""
-        useful: list[Sequence] = []
-        others: list[Sequence] = []
-        for sequence in plan.slices:
-            record = self._records.get(sequence.sequence_id)
-            (useful if record is not None and record.is_useful else others).append(sequence)
+        useful, others = [], list(plan.slices)
+        if self._useful:
+            useful = [sequence for sequence in others if sequence.sequence_id in self._useful]
+            others = [sequence for sequence in others if sequence.sequence_id not in self._useful]
         searches = _SEARCHES if self._silent < _MOST_SILENT else 1
         if len(others) > searches:
-            first = self._turn % len(others)
+            first, count = self._turn, len(others)
             self._turn += searches
             self._silent += searches
-            self.undrafted["turn"] += len(others) - searches
-            others = (others + others)[first : first + searches]
+            self.undrafted["turn"] += count - searches
+            others = [others[place % count] for place in range(first, first + searches)]
         return useful + others
 
     def _trial(self, record: _Record, rows: int) -> int:
