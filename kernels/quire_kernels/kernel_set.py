@@ -409,9 +409,10 @@ class KernelSet:
     pack_stored(matrices, bias [N] | None) -> LinearWeight | None, or None
         A matrix as others quantised it (stored.py), or gate and up, without a change of its numbers. None: there is no
         form for it, so that it is decoded and packed as any other.
-    stored_bits(matrix's kind, group_size, columns) -> float | None, or None
-        Of a value, at most; None: there is no form for it. Without it such matrices take no less memory than others, so
-        that a model is loaded with decoded ones.
+    stored_bits(matrix's kind, group_size, columns, beside) -> float | None, or None
+        Of a value; None: there is no form for it. `beside`: the bits of a group beside its codes; None: at most, of a
+        scale and a zero point. Without it such matrices take no less memory than others, so that a model is loaded with
+        decoded ones.
     embed(table [V, H], ids [T] int64) -> [T, H]
     norm_linear(x [T, K], norm, w) -> [T, N]
         The norm, None for none, then the projection with its bias. For QKV.
@@ -502,7 +503,7 @@ class KernelSet:
     bind_layers: Callable[[Sequence[LayerOp]], BoundLayers] | None = None
     adapted: AdaptedOps | None = None  # None: adapters are refused
     pack_stored: Callable[[Sequence[StoredMatrix], Tensor | None], LinearWeight | None] | None = None
-    stored_bits: Callable[[StoredKind, int, int], float | None] | None = None
+    stored_bits: Callable[[StoredKind, int, int, float | None], float | None] | None = None
     # Whether attention's launches depend only on the numbers of rows and sequences and on bounds of lengths. Then it
     # also handles sequences without rows, and rows without a sequence, whose results are undefined.
     bounded_attention: bool = False

@@ -6,6 +6,7 @@ engine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from torch import Tensor
 # Four bits through a table; signed bytes; floats of sign, four bits of exponent and three of mantissa.
 StoredKind = Literal["nibbles", "bytes", "e4m3"]
 UNIT_COLUMNS = 256  # that share a unit
+_LEAST_COMMON_GROUP, _LEAST_BYTE = 16, -128
 _VALUES_AT_ONCE = 1 << 22  # that are made into floats
 
 
@@ -107,13 +109,76 @@ class StoredMatrix:
 
 
 def joined(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:
-    """One below the other; None: they differ in more than their numbers."""
-    first = matrices[0]
+    """One below the other; None: there is no form that has the numbers of all."""
     if len(matrices) == 1:
-        return first
-    if any(form_of(each) != form_of(first) for each in matrices):
+        return matrices[0]
+    alike = in_common_form(matrices)
+    if alike is None:
         return None
-    return first.with_parts(lambda name: torch.cat([getattr(each, name) for each in matrices]))
+    return alike[0].with_parts(lambda name: torch.cat([getattr(each, name) for each in alike]))
+
+
+def in_common_form(matrices: Sequence[StoredMatrix]) -> list[StoredMatrix] | None:
+    """The same numbers in one form: codes as wide as the widest, groups as small as the smallest.
+
+    None: there is no such form.
+    """
+    first = matrices[0]
+    if all(form_of(each) == form_of(first) for each in matrices):
+        return list(matrices)
+    group = math.gcd(*(each.group_size for each in matrices))
+    if group < _LEAST_COMMON_GROUP or any(not _may_change(each, first.shape[1]) for each in matrices):
+        return None
+    found = [_in_groups_of(each, group) for each in matrices]
+    if any((each.kind, each.table) != (first.kind, first.table) for each in found):
+        found = [_in_bytes(each) for each in found]
+    if any(each.scale_units is None for each in found):
+        found = [_with_floats(each, "scales") for each in found]
+    if all(each.offsets is None for each in found):
+        return found
+    in_units = all(each.offsets is None or each.offset_units is not None for each in found)
+    return [_with_offsets(each if in_units else _with_floats(each, "offsets"), in_units=in_units) for each in found]
+
+
+def _may_change(matrix: StoredMatrix, columns: int) -> bool:
+    """Whether codes are or stand for bytes, and groups can be cut."""
+    whole = all(value == int(value) and _LEAST_BYTE <= value < -_LEAST_BYTE for value in matrix.table)
+    is_whole = matrix.shape[1] == columns and columns % matrix.group_size == 0
+    return whole and is_whole and matrix.kind != "e4m3" and matrix.zero_points is None
+
+
+def _in_groups_of(matrix: StoredMatrix, group_size: int) -> StoredMatrix:
+    if matrix.group_size == group_size:
+        return matrix
+    parts = {name: getattr(matrix, name) for name in ("scales", "offsets")}
+    times = matrix.group_size // group_size
+    changes = {name: part.repeat_interleave(times, dim=1) for name, part in parts.items() if part is not None}
+    return replace(matrix, group_size=group_size, **changes)
+
+
+def _in_bytes(matrix: StoredMatrix) -> StoredMatrix:
+    if matrix.kind == "bytes":
+        return matrix
+    values = torch.tensor(matrix.table).to(torch.int8).view(torch.uint8)
+    return replace(matrix, kind="bytes", table=(), codes=values[matrix.codes.int()])
+
+
+def _with_floats(matrix: StoredMatrix, name: Literal["scales", "offsets"]) -> StoredMatrix:
+    """In place of integers with units: their products are exact in float32."""
+    values, unit = getattr(matrix, name), f"{name.removesuffix('s')}_units"
+    if values is None:
+        return matrix
+    changes: dict[str, Any] = {name: matrix._numbers(values, getattr(matrix, unit)), unit: None}
+    return replace(matrix, **changes)
+
+
+def _with_offsets(matrix: StoredMatrix, *, in_units: bool) -> StoredMatrix:
+    """With offsets of 0, if it has none."""
+    if matrix.offsets is not None:
+        return matrix
+    zeros = torch.zeros(matrix.scales.shape, dtype=torch.int8 if in_units else torch.float32)
+    spans = (matrix.shape[0], -(-matrix.shape[1] // UNIT_COLUMNS))
+    return replace(matrix, offsets=zeros, offset_units=torch.zeros(spans, dtype=torch.float16) if in_units else None)
 
 
 def form_of(matrix: StoredMatrix) -> tuple[object, ...]:

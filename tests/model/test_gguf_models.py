@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quire_engine.build import resolve_plan
+from quire_engine.build import build, resolve_plan
 from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.checkpoint import fingerprint, open_checkpoint
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.weights import take_text
 from quire_engine.gguf import read_gguf
+from quire_engine.memory_plan import plan_text
+from quire_kernels.cpu.ops import cpu_kernel_set
+from quire_kernels.kernel_set import KernelSet, LinearAdd, NormGateUp, NormLinear, Quantization
 from quire_server.checkpoint.gguf_folder import unfolded
 from support.gguf_blocks import QUANTISED
 from support.gguf_models import ARCHITECTURES, all_of, make_gguf
@@ -131,10 +135,76 @@ def test_a_mixture_of_types_in_several_files(family: str, tmp_path: Path) -> Non
     assert path.name == f"{family}-00001-of-00003.gguf"
     folder = same_numbers(path, dense)
     same_logits(folder, dense)
-    plans = [resolve_plan(engine_config(model=str(each), device="cpu", dtype="bfloat16")) for each in (folder, dense)]
+    config = engine_config(model="", device="cpu", dtype="bfloat16", kernels="reference")
+    plans = [resolve_plan(replace(config, model=str(each))) for each in (folder, dense)]
     assert plans[0].num_parameters == plans[1].num_parameters
     assert plans[0].weights_bytes == plans[1].weights_bytes
     assert [plan.stored_as for plan in plans] == ["GGUF, Q4_K, Q6_K", ""]
+
+
+def weights_of(model: Model) -> dict[str, Any]:
+    """The packed matrices of the last layer, by their ops, and the head."""
+    weights = model.decoder._weights
+    found = {type(op).__name__: op.weight for op in weights.program if isinstance(op, NormLinear | NormGateUp)}
+    adds = [op.weight for op in weights.program if isinstance(op, LinearAdd)]
+    return found | {"o": adds[-2], "down": adds[-1], "head": weights.head}
+
+
+def columns(kernels: KernelSet, weight: Any) -> torch.Tensor:
+    """The numbers of a packed matrix: a row of one 1 gives one of its columns."""
+    assert kernels.linear is not None
+    return kernels.linear(torch.eye(weight.num_inputs).bfloat16(), weight, True).T
+
+
+@pytest.mark.parametrize(("family", "kind"), [*(("llama", kind) for kind in QUANTISED), ("qwen3", "mixed")])
+def test_matrices_stay_as_they_are_stored(family: str, kind: str, tmp_path: Path) -> None:
+    """Each number is the file's, with queries, keys and values of two types too, and so is the head's."""
+    kinds = mixed if kind == "mixed" else all_of(kind)
+    path, dense = make_gguf(tmp_path, family, kinds=kinds, tie_word_embeddings=kind == "mixed", **WIDE_HEADS)
+    kernels, exact = cpu_kernel_set(2), load_file(str(dense / "model.safetensors"))
+    model = Model(unfolded(path), dtype=torch.bfloat16, kernels=kernels)
+    packed, layer = weights_of(model), f"model.layers.{model.decoder.config.num_layers - 1}."
+    wanted = {
+        "NormLinear": torch.cat([exact[f"{layer}self_attn.{each}_proj.weight"] for each in "qkv"]),
+        "o": exact[layer + "self_attn.o_proj.weight"],
+        "down": exact[layer + "mlp.down_proj.weight"],
+        "head": exact.get("lm_head.weight", exact["model.embed_tokens.weight"]),
+    }
+    for name, numbers in wanted.items():
+        assert torch.equal(columns(kernels, packed[name]), numbers), name
+    ids = random_ids(40, vocab_size=200)
+    got, truth = model.logits(ids, 40), Model(dense).logits(ids, 40)
+    rounded = Model(dense, dtype=torch.bfloat16, kernels=kernels).logits(ids, 40)  # the numbers too
+    assert (got - truth).norm() < 1.3 * (rounded - truth).norm()
+    assert torch.equal(model.logits(ids, 1), got)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "mixed", "Q8_0"])
+def test_the_plan_counts_what_matrices_take(kind: str, tmp_path: Path) -> None:
+    kinds = mixed if kind == "mixed" else all_of(kind)
+    path, _ = make_gguf(tmp_path, "qwen3", kinds=kinds, vocab_size=2048, **WIDE_HEADS)
+    config = engine_config(model=str(unfolded(path)), device="cpu", dtype="bfloat16", kernels="cpu", kv_memory=4 << 20)
+    plan = resolve_plan(config)
+    assert "kept as GGUF, Q" in plan_text(plan)
+    assert 0.95 < plan.weights_bytes / build(config).plan.weights_bytes < 1.03
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_what_is_quantised_here_is_decoded_first(quantization: Quantization, tmp_path: Path) -> None:
+    ids = random_ids(20, vocab_size=200)
+    kernels = cpu_kernel_set(1, quantization)
+    path, dense = make_gguf(tmp_path, "llama", kinds=mixed, **WIDE_HEADS)
+    logits = [Model(each, dtype=torch.bfloat16, kernels=kernels).logits(ids, 20) for each in (unfolded(path), dense)]
+    assert torch.equal(*logits)
+
+
+def test_packed_files_have_what_is_stored(tmp_path: Path) -> None:
+    path, _ = make_gguf(tmp_path, "llama", kinds=mixed, **WIDE_HEADS)
+    config = engine_config(model=str(unfolded(path)), device="cpu", dtype="bfloat16", kernels="cpu", kv_memory=4 << 20)
+    config = replace(config, packed_cache_dir=str(tmp_path / "packed"))
+    sizes = [build(config).plan.weights_bytes for _ in range(2)]
+    assert sizes[0] == sizes[1]
+    assert sum(file.stat().st_size for file in (tmp_path / "packed").rglob("*") if file.is_file()) < sizes[0] * 1.1
 
 
 def test_rotations_that_are_stretched_otherwise_than_llama_3s_are_taken_as_they_are(tmp_path: Path) -> None:

@@ -79,12 +79,15 @@ def packs_in_groups(group_size: int, columns: int) -> bool:
     return group_size >= columns or group_size == LEAST_GROUP or group_size % K_MULTIPLE == 0
 
 
-def stored_bits(kind: StoredKind, group_size: int, columns: int) -> float | None:
-    """Of a value with a scale of 16 bits, of e4m3 of 32, and a zero point; None: there is no form for it."""
+def stored_bits(kind: StoredKind, group_size: int, columns: int, beside: float | None = None) -> float | None:
+    """Of a value, with a scale of 16 bits, of e4m3 of 32, and a zero point, if it is not known what is beside codes.
+
+    None: there is no form for it.
+    """
     if not packs_in_groups(group_size, columns):
         return None
-    bits, beside = {"nibbles": (4, 24), "bytes": (8, 24), "e4m3": (8, 32)}[kind]
-    return bits + beside / min(group_size, columns)
+    bits, usual = {"nibbles": (4, 24), "bytes": (8, 24), "e4m3": (8, 32)}[kind]
+    return bits + (usual if beside is None else beside) / min(group_size, columns)
 
 
 def in_one_form(matrices: Sequence[StoredMatrix]) -> InForm:

@@ -82,6 +82,7 @@ class Kept(NamedTuple):
     read: Callable[[dict[str, Tensor]], StoredMatrix | None]
     kind: StoredKind
     group_size: int
+    beside: float | None = None  # bits of a group beside its codes; None: a scale and a zero point
 
 
 class StoredSize(NamedTuple):
@@ -91,10 +92,13 @@ class StoredSize(NamedTuple):
     group_size: int
     rows: int
     columns: int
+    beside: float | None = None  # as of `Kept`
 
     def saved(self, kernels: KernelSet, usual: float) -> float:
         """Bits that it takes less than one of `usual` bits a value, where the kernels keep it as it is."""
-        bits = None if kernels.stored_bits is None else kernels.stored_bits(self.kind, self.group_size, self.columns)
+        if kernels.stored_bits is None:
+            return 0.0
+        bits = kernels.stored_bits(self.kind, self.group_size, self.columns, self.beside)
         return 0.0 if bits is None else (usual - bits) * self.rows * self.columns
 
 
@@ -171,8 +175,9 @@ class Checkpoint:
     def stored_sizes(self) -> Iterator[tuple[str, StoredSize]]:
         """Of all quantised matrices that may be kept as they are stored, with their names."""
         for name, found in self._decoded.items():
-            if found.kept is not None:
-                yield name, StoredSize(found.kept.kind, found.kept.group_size, found.shape[0], found.shape[1])
+            kept = found.kept
+            if kept is not None:
+                yield name, StoredSize(kept.kind, kept.group_size, found.shape[0], found.shape[1], kept.beside)
 
     def divide(
         self,
@@ -254,7 +259,10 @@ class Checkpoint:
         if self._latest_kept is None or self._latest_kept[0] != name:
             self._latest_kept = None
             self._latest_kept = name, self._made(name, kept.read)
-        return self._latest_kept[1]
+        found = self._latest_kept[1]
+        if self.is_done(name):  # a tied head, once more after the embedding
+            self.release(name)
+        return found
 
     def _made(self, name: str, make: Callable[[dict[str, Tensor]], _Made]) -> _Made:
         try:

@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire_engine.gguf import KINDS
+from quire_kernels.stored import UNIT_COLUMNS, StoredKind, StoredMatrix
 
 _BLOCK_BYTES = {kind.name: kind.num_bytes for kind in KINDS.values()}
 _AT_ONCE = 1 << 20  # values that one thread decodes
 
+_BF16 = torch.bfloat16
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values, to be whole numbers
 
@@ -36,6 +40,7 @@ class Groups:
     steps: Tensor | None = None  # [B, G] float32
     low: Tensor | None = None  # [B, 1] float32
     low_steps: Tensor | None = None  # [B, G] float32
+    scale_type: torch.dtype = torch.float16  # of 16 bits, which holds scale (and scale * steps where a block is short)
 
     def values(self) -> Tensor:
         """[B, G * g] float32."""
@@ -58,22 +63,82 @@ def groups(kind: str, blocks: Tensor) -> Groups:
     return _LAYOUTS[kind](blocks)
 
 
+class StoredType(NamedTuple):
+    """How the matrices of a type are stored, in neutral form."""
+
+    kind: StoredKind
+    group_size: int
+    beside: float  # bits of a group beside its codes
+
+
+@cache
+def stored_type(kind: str) -> StoredType:
+    """Of a type by its name in the format."""
+    found = groups(kind, torch.zeros(1, _BLOCK_BYTES[kind], dtype=torch.uint8))
+    size, parts = found.codes.shape[2], _stored_parts(found)
+    beside = sum(8 * parts[name].itemsize if name in parts else 0 for name in ("scales", "offsets"))
+    units = sum(name in parts for name in ("scale_units", "offset_units"))
+    return StoredType("bytes" if found.table is None else "nibbles", size, beside + 16 * units * size / UNIT_COLUMNS)
+
+
+def stored_matrix(kind: str, rows: Tensor, threads: int) -> StoredMatrix:
+    """[N, bytes of a row] uint8 -> [N, K] as it is stored. ValueError: a scale is not a finite number."""
+    form, first = stored_type(kind), _groups_of(kind, rows[:1])
+    parts = {name: value.new_empty(len(rows), value.numel()) for name, value in _stored_parts(first).items()}
+
+    def convert(piece: slice) -> None:
+        for name, value in _stored_parts(_groups_of(kind, rows[piece])).items():
+            parts[name][piece] = value.view(-1, parts[name].shape[1])
+
+    _by_pieces(convert, parts["codes"], threads)
+    for name, value in parts.items():
+        if name != "codes" and not bool(torch.isfinite(value).all()):
+            raise ValueError("has scales that are not finite numbers")
+    table = () if first.table is None else tuple(map(float, first.table))
+    return StoredMatrix(kind=form.kind, group_size=form.group_size, table=table, **parts)
+
+
+def _stored_parts(found: Groups) -> dict[str, Tensor]:
+    """The tensors of a `StoredMatrix`, a row for each block; scales in units where a block is what has one."""
+    parts = {"codes": found.codes.view(torch.uint8).flatten(1)}
+    has_units = parts["codes"].shape[1] == UNIT_COLUMNS
+    low = None if found.low is None else -found.low
+    for name, unit, steps in (("scale", found.scale, found.steps), ("offset", low, found.low_steps)):
+        if unit is None:
+            continue
+        if steps is not None and has_units:
+            parts |= {f"{name}s": steps.to(torch.int8), f"{name}_units": unit.half()}
+        else:
+            parts[f"{name}s"] = _product(unit, steps).to(found.scale_type)
+    return parts
+
+
 def dequantise(kind: str, rows: Tensor, threads: int) -> Tensor:
     """[N, bytes of a row] uint8 -> [N, K] float32; what is computed between takes the memory of a few pieces."""
-    size = _BLOCK_BYTES[kind]
-    first = groups(kind, rows[:1].reshape(-1, size)).values()
-    wide = torch.empty(len(rows), first.numel())
-    step = max(1, _AT_ONCE // max(1, wide.shape[1]))
+    wide = torch.empty(len(rows), _groups_of(kind, rows[:1]).codes.numel())
 
-    def decode(start: int) -> None:
-        with torch.inference_mode(wide.is_inference()):  # which is a thread's own
-            piece = rows[start : start + step]
-            wide[start : start + step] = groups(kind, piece.reshape(-1, size)).values().view(len(piece), -1)
+    def decode(piece: slice) -> None:
+        wide[piece] = _groups_of(kind, rows[piece]).values().view(-1, wide.shape[1])
+
+    _by_pieces(decode, wide, threads)
+    return wide
+
+
+def _groups_of(kind: str, rows: Tensor) -> Groups:
+    return groups(kind, rows.reshape(-1, _BLOCK_BYTES[kind]))
+
+
+def _by_pieces(convert: Callable[[slice], None], made: Tensor, threads: int) -> None:
+    """Call it for all rows of what is made, a few at a time."""
+    step = max(1, _AT_ONCE // max(1, made.shape[1]))
+
+    def one(start: int) -> None:
+        with torch.inference_mode(made.is_inference()):  # which is a thread's own
+            convert(slice(start, min(start + step, len(made))))
 
     with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(decode, range(0, len(rows), step)):
+        for _ in pool.map(one, range(0, len(made), step)):
             pass
-    return wide
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -204,7 +269,8 @@ def _mxfp4(blocks: Tensor) -> Groups:
     exponents = blocks[:, :1].int()
     # Half of the power, since the table has twice the values; the smallest two are below the normal numbers.
     bits = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1).clamp(min=0) << 23)
-    return Groups(codes=_nibbles(blocks[:, 1:]).unsqueeze(1), table=_E2M1, scale=bits.view(torch.float32))
+    codes = _nibbles(blocks[:, 1:]).unsqueeze(1)
+    return Groups(codes=codes, table=_E2M1, scale=bits.view(torch.float32), scale_type=_BF16)
 
 
 def _nvfp4(blocks: Tensor) -> Groups:
@@ -214,7 +280,8 @@ def _nvfp4(blocks: Tensor) -> Groups:
     steps = torch.where(exponents == 0, fraction * 2**-9, (1 + fraction / 8) * torch.exp2(exponents - 7)) * 0.5
     steps = torch.where((stored == 0) | (stored == 0x7F), 0.0, steps)
     codes = _nibbles(blocks[:, 4:].reshape(-1, 4, 8))
-    return Groups(codes=codes, table=_E2M1, scale=torch.ones(len(blocks), 1), steps=steps)
+    ones = torch.ones(len(blocks), 1)
+    return Groups(codes=codes, table=_E2M1, scale=ones, steps=steps, scale_type=_BF16)
 
 
 _LAYOUTS: dict[str, Callable[[Tensor], Groups]] = {

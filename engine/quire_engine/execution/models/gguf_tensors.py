@@ -1,7 +1,7 @@
 """The tensors of a GGUF file by the names and in the order that transformers' checkpoints have.
 
 Promises: what llama.cpp's converter changed is undone: its names, the order of rotated rows, norms stored as
-1 + weight; blocks become numbers when they are read.
+1 + weight; blocks become numbers when they are read, or stay what they are.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire_engine.execution.models.checkpoint import Checkpoint
+from quire_engine.execution.models.checkpoint import Checkpoint, Kept
 from quire_engine.execution.models.config import ModelConfig
-from quire_engine.execution.models.gguf_blocks import dequantise
+from quire_engine.execution.models.gguf_blocks import dequantise, stored_matrix, stored_type
 from quire_engine.gguf import DECODED, PLAIN
 from quire_engine.machine import usable_cores
+from quire_kernels.stored import StoredMatrix
 
 _LAYER = re.compile(r"blk\.(?P<layer>0|[1-9]\d*)\.(?P<slot>[a-z_]+)\.(?P<kind>weight|bias)")
 _TOP = {
@@ -41,8 +42,9 @@ _DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short
 
 
 def take_gguf(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Know the tensors by the names of transformers, as numbers. Raises ModelLoadError for types that are not read.
+    """Know the tensors by the names of transformers, as numbers and as they are stored.
 
+    Raises ModelLoadError for types that are not read.
     Names that no family has stay as they are: the check of all names against the configuration refuses them.
     """
     checkpoint.drop(lambda name: name in _DERIVED)
@@ -55,7 +57,8 @@ def take_gguf(checkpoint: Checkpoint, config: ModelConfig) -> None:
         order = _stored_rows(name, shape, config)
         is_norm = config.family.norm_form == "offset" and name.endswith("norm.weight")
         if kind in DECODED or order is not None or is_norm:
-            checkpoint.decode(name, {"rows": stored}, shape, partial(_read, kind, shape, order, is_norm))
+            decode = partial(_read, kind, shape, order, is_norm)
+            checkpoint.decode(name, {"rows": stored}, shape, decode, _kept(kind, shape, order))
     checkpoint.rename(lambda name: _name(name, slots))
 
 
@@ -93,6 +96,17 @@ def _stored_rows(name: str, shape: tuple[int, ...], config: ModelConfig) -> Tens
     if heads is None or shape[0] != heads * width:  # of another shape: for the check of shapes
         return None
     return torch.arange(heads * width).view(heads, width // 2, 2).transpose(1, 2).flatten()
+
+
+def _kept(kind: str, shape: tuple[int, ...], order: Tensor | None) -> Kept | None:
+    """How a matrix stays as it is stored; None: it is of plain numbers."""
+    if kind not in DECODED or len(shape) != 2:
+        return None
+
+    def read(parts: dict[str, Tensor]) -> StoredMatrix:
+        return stored_matrix(kind, parts["rows"] if order is None else parts["rows"][order], usable_cores())
+
+    return Kept(read, *stored_type(kind))
 
 
 def _read(kind: str, shape: tuple[int, ...], order: Tensor | None, is_norm: bool, parts: dict[str, Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from quire_engine.execution.models.checkpoint import StoredSize, open_checkpoint
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.experts import is_expert
-from quire_engine.execution.models.weights import expected_shapes, matrices_after_attention, take_text
+from quire_engine.execution.models.weights import EMBEDDING, expected_shapes, matrices_after_attention, take_text
 from quire_kernels.kernel_set import KernelSet
 
 
@@ -27,7 +27,7 @@ class Parameters:
     tail_experts: int = 0  # of `tail`, in experts
     num_experts: int = 1  # of a layer
     top_k: int = 1  # of them that multiply a token
-    stored: tuple[StoredSize, ...] = ()  # of `linear`, the matrices that may be kept as the checkpoint has them
+    stored: tuple[StoredSize, ...] = ()  # of `linear` and `head`, what may be kept as the checkpoint has it
 
     @property
     def total(self) -> int:
@@ -72,6 +72,11 @@ class WeightMemory:
     experts: int = 0  # of `total`, of which one token reads its share
 
 
+def _multiplies(name: str, model: ModelConfig) -> bool:
+    """Whether a matrix is multiplied as a whole: experts are not yet kept as they are stored."""
+    return not is_expert(name) and (name != EMBEDDING or model.tie_word_embeddings)
+
+
 def count_parameters(path: Path, model: ModelConfig) -> Parameters:
     """From the configuration, once the files' headers agree with it; left-over tensors are the loader's to judge.
 
@@ -82,7 +87,7 @@ def count_parameters(path: Path, model: ModelConfig) -> Parameters:
         take_text(checkpoint, model)
         checkpoint.drop(lambda name: name not in shapes)
         checkpoint.require(shapes)
-        stored = tuple(size for name, size in checkpoint.stored_sizes() if not is_expert(name))
+        stored = tuple(size for name, size in checkpoint.stored_sizes() if _multiplies(name, model))
     table = model.vocab_size * model.hidden_size
     sizes = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) > 1}
     small = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 1)

@@ -91,7 +91,8 @@ class Wanted:
         if isinstance(self.model, ModelConfig) and self.model.headless:  # which another file may say
             facts["head"] = "embedding"
         if isinstance(self.model, ModelConfig) and self.model.quantisation and self.kernels.stored_bits is not None:
-            facts["stored"] = "kept"
+            # Blocks of GGUF files were decoded once, when other quantised matrices were kept already.
+            facts["stored"] = "blocks kept" if self.model.quantisation.method == "gguf" else "kept"
         return json.dumps(facts, sort_keys=True)
 
 

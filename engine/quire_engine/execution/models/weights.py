@@ -49,12 +49,12 @@ from quire_kernels.kernel_set import (
     expert_rows,
 )
 from quire_kernels.packed_form import PackedForm
-from quire_kernels.stored import StoredMatrix, joined
+from quire_kernels.stored import StoredMatrix, in_common_form, joined
 
 _VALUES_AT_ONCE = 4 << 20  # that one thread converts
 _HEAD = "lm_head.weight"
 _HEADS = (_HEAD, "score.weight")  # the second one is a classifier's, which the server computes
-_EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
 Site = Literal["qkv", "o", "gate_up", "down"]
 # Of models that see and hear too; what is left beside these and the text part is an error.
@@ -131,7 +131,7 @@ def decoder_of(weights: Weights, config: ModelConfig, kernels: KernelSet) -> Dec
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of this configuration holds."""
     hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, hidden), _FINAL_NORM: (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden), _FINAL_NORM: (hidden,)}
     if not config.tie_word_embeddings:
         shapes[_HEAD] = (config.vocab_size, hidden)
     family, norms = config.family, config.family.norms
@@ -202,7 +202,7 @@ def _drop_tied_head(checkpoint: Checkpoint) -> None:
     """Some checkpoints store the tied head a second time. It must be the embedding."""
     if _HEAD not in checkpoint.names:
         return
-    if _EMBEDDING in checkpoint.names and not torch.equal(checkpoint.tensor(_HEAD), checkpoint.tensor(_EMBEDDING)):
+    if EMBEDDING in checkpoint.names and not torch.equal(checkpoint.tensor(_HEAD), checkpoint.tensor(EMBEDDING)):
         raise checkpoint.error(_HEAD, "differs from the embedding although tie_word_embeddings is set")
     checkpoint.release(_HEAD)
     checkpoint.drop(lambda name: name == _HEAD)
@@ -218,9 +218,9 @@ def assemble(
     max_model_len: int,
 ) -> Weights:
     """The decoder's weights from wherever they come, for a pool of this layout."""
-    embedding = source.tensor(_EMBEDDING)
+    embedding = source.tensor(EMBEDDING)
     # The largest matrix comes while little else is in memory: what packing needs beside the weights is then a layer.
-    head = source.head("head", _EMBEDDING if config.tie_word_embeddings else _HEAD, embedding)
+    head = source.head("head", EMBEDDING if config.tie_word_embeddings else _HEAD, embedding)
     layers = _Layers(source, config, kernels, layout, device=device, max_model_len=max_model_len)
     return Weights(
         embedding=embedding,
@@ -555,12 +555,14 @@ class CheckpointSource:
             if one is None:
                 return None
             made.append(one)
-        return self._pack_stored(made, self._bias(biases))
+        alike = in_common_form(made)
+        return None if alike is None else self._pack_stored(alike, self._bias(biases))
 
     def head(self, place: str, name: str, embedding: Tensor) -> LinearWeight:
-        if self._checkpoint.is_done(name):
-            return self._packed(place, self._pack_linear(embedding, None), [])
-        return self.matrix(place, [Part(name)], [])
+        if not self._checkpoint.is_done(name):
+            return self.matrix(place, [Part(name)], [])
+        packed = self._kept([[Part(name)]], [])
+        return self._packed(place, self._pack_linear(embedding, None) if packed is None else packed, [])
 
     def _packed(self, place: str, packed: LinearWeight, parts: Sequence[Part]) -> LinearWeight:
         if self._image is not None and self._form is not None:

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from quire_engine.execution.models import gguf_blocks
-from quire_engine.execution.models.gguf_blocks import dequantise, groups
+from quire_engine.execution.models.gguf_blocks import dequantise, groups, stored_matrix, stored_type
 from quire_engine.gguf import DECODED, KINDS
+from quire_kernels.stored import in_common_form, joined
 from support.gguf_blocks import QUANTISED, numbers, random_blocks
 
 
@@ -63,9 +64,46 @@ def test_codes_and_scales_are_apart(kind: str) -> None:
     assert found.scale.shape == (len(found.codes), 1)
 
 
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_what_stays_stored_has_the_bits_of_the_formats_library(kind: str) -> None:
+    rows = random_blocks(kind, 33, 768, np.random.default_rng(11))
+    found, form = stored_matrix(kind, torch.from_numpy(rows), 2), stored_type(kind)
+    assert torch.equal(found.dequantised(), torch.from_numpy(numbers(kind, rows)))
+    assert (found.kind, found.group_size) == (form.kind, form.group_size)
+    parts = [found.scales, found.scale_units, found.offsets, found.offset_units]
+    beside = 8 * sum(part.nbytes for part in parts if part is not None)
+    assert beside == form.beside * 33 * 768 / form.group_size
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0"])
+def test_scales_that_are_not_finite_are_refused(kind: str) -> None:
+    rows = random_blocks(kind, 3, 256, np.random.default_rng(1))
+    at = {"Q4_K": 2, "Q6_K": 208, "Q8_0": 0}[kind]
+    rows[1, at : at + 2] = np.array([np.inf], np.float16).view(np.uint8)
+    with pytest.raises(ValueError, match="has scales that are not finite numbers"):
+        stored_matrix(kind, torch.from_numpy(rows), 1)
+
+
+def test_any_two_types_have_a_form_in_common() -> None:
+    matrices = [
+        stored_matrix(kind, torch.from_numpy(random_blocks(kind, 3, 512, np.random.default_rng(place))), 1)
+        for place, kind in enumerate(QUANTISED)
+    ]
+    for first in matrices:
+        for second in matrices:
+            alike, both = in_common_form([first, second]), joined([first, second])
+            assert alike is not None
+            assert both is not None
+            for found, wanted in zip(alike, (first, second), strict=True):
+                assert torch.equal(found.dequantised(), wanted.dequantised())
+            assert torch.equal(both.dequantised(), torch.cat([first.dequantised(), second.dequantised()]))
+
+
 def test_a_matrix_of_many_pieces_is_decoded_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_blocks, "_AT_ONCE", 3 * 256)
     rows = random_blocks("Q4_K", 100, 256, np.random.default_rng(9))
     with torch.inference_mode():
         found = dequantise("Q4_K", torch.from_numpy(rows), 4)
+        kept = stored_matrix("Q4_K", torch.from_numpy(rows), 4).dequantised()
     assert torch.equal(found, torch.from_numpy(numbers("Q4_K", rows)))
+    assert torch.equal(found, kept)
