@@ -211,6 +211,7 @@ class Resolved:
             implementation=self.implementation,
             checkpoint=fingerprint(Path(asked.model)),
             numerics=numerics_name(self.numerics),
+            arithmetic=numerics_name(self.numerics[1:]),
             cpu_variant=cast(CpuVariant, self.kernels.variant) if self.kernels.variant else None,
             why_cpu_variant=self.kernels.why_variant,
             why_dtype=self.why_dtype,

@@ -196,6 +196,7 @@ class EnginePlan:
     implementation: str = ""  # whose code computes the model, where it is not ours
     checkpoint: str = ""  # changes when a file of the model does
     numerics: str = ""  # engines of one name compute the same bits; a stream may go on with any of them
+    arithmetic: str = ""  # the same without the checkpoint, whose name here is of this machine's files
     cpu_variant: CpuVariant | None = None  # of the C++ kernels; None with other kernels
     why_cpu_variant: str = ""  # a reason to show to the operator
     why_dtype: str = ""  # the same, where the dtype is neither asked for nor the checkpoint's

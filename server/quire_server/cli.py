@@ -23,6 +23,7 @@ else:
 # Name: (module, what it does). `quire bench` is a client of servers: nothing here depends on its package.
 COMMANDS = {
     "serve": ("quire_server.commands.serve", "serve a model over the OpenAI HTTP API"),
+    "engine": ("quire_server.commands.engine", "compute for servers on other machines: a node"),
     "bench": ("quire_bench.command", "put load on servers and say how fast they are"),
     "eval-quant": ("quire_server.commands.eval_quant", "measure what int8 and int4 cost a model"),
     "calibrate": ("quire_server.commands.calibrate", "measure what steps take on this machine, for simulate and plan"),
@@ -103,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_USAGE
     try:
         command: Command = import_module(COMMANDS[name][0])
-        if name != "serve":  # whose own handlers come with its event loop, before it starts any process
+        if name not in {"serve", "engine"}:  # whose own handlers come with its event loop, before it starts any process
             _raise_again()
         return command.run(rest)
     except KeyboardInterrupt:

@@ -1,14 +1,15 @@
-"""The command line of `quire serve`, generated from the fields of `Settings`.
+"""The command lines of `quire serve` and `quire engine`, generated from the fields of `Settings`.
 
-Promises: a field added there is a flag here, with its group, unit, default and environment variable.
+Promises: a field added there is a flag here, with its group, unit, default and environment variable; a flag that the
+program has no use for is refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Literal, NoReturn, Union, get_args, get_origin
@@ -16,6 +17,8 @@ from typing import Annotated, Literal, NoReturn, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from quire_engine.config import EngineConfig
+from quire_engine.limits import LIMIT_NAMES
 from quire_server.settings import ENV_PREFIX, GROUPS, Settings, SettingsError, flag_name, load_settings, suggest
 from quire_server.settings.keys import readable_by_others
 from quire_server.settings.sources import check_admin_keys, check_keys, environment_names
@@ -31,12 +34,24 @@ from quire_server.settings.vllm import (
 )
 
 _FIELDS = Settings.model_fields
+SERVE, ENGINE = "quire serve", "quire engine"
+_OF_ENGINES = {field.name for field in fields(EngineConfig)} | {*LIMIT_NAMES}
+_OF_FRONTS_TOO = {"model", "tokenizer", "generation_config", "ignore_config_keys", "model_impl", "enable_lora"}
+_OF_LINKS = {"cluster_key_file", "engine_tls_cert", "engine_tls_key", "engine_tls_ca"}
+_OF_NODES = {
+    *(_OF_ENGINES - {"replicas"} | _OF_LINKS | {"listen", "revision", "download_dir", "replica_silence"}),
+    *("drain_timeout", "max_engine_restarts", "spare_engine", "engine_hang_timeout", "log_level", "log_format"),
+    *("enable_fault_injection", "dry_run", "config"),
+}
 
 _EPILOG = f"""\
 Every flag is also an environment variable ({ENV_PREFIX}PORT=9000) and a key of the --config file (port: 9000).
 A flag wins over the environment, the environment over the file, the file over the default.
 `quire serve --help vllm` says what becomes of each flag of `vllm serve`. Underscores may stand for hyphens.
 Sizes: 512MiB, 2GiB, 2GB. Tokens: 4096, 4k (4000), 4K (4096)."""
+
+
+_OF_A_NODE = "Compute for servers on other machines, which are started with `quire serve --engines`."
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -75,12 +90,12 @@ class CommandLine:
     warnings: tuple[str, ...]  # on vLLM's variables without effect here, and on exposed keys
 
 
-def parse_flags(argv: Sequence[str], prog: str = "quire serve") -> Settings:
+def parse_flags(argv: Sequence[str], prog: str = SERVE) -> Settings:
     """The settings of a command line, the environment and the file. Raises SettingsError; `--help` exits 0."""
     return parse_command_line(argv, prog).settings
 
 
-def parse_command_line(argv: Sequence[str], prog: str = "quire serve") -> CommandLine:
+def parse_command_line(argv: Sequence[str], prog: str = SERVE) -> CommandLine:
     """As `parse_flags`, with the messages for the log."""
     parser = build_parser(prog)
     known, rest = parser.parse_known_args(plain_words(argv, _kinds()))
@@ -105,10 +120,31 @@ def parse_command_line(argv: Sequence[str], prog: str = "quire serve") -> Comman
     if "admin_api_key" not in flags and "admin_api_key_file" not in flags:
         check_admin_keys()
     settings = load_settings(flags)
+    _check_program(prog, flags, settings)
     if settings.config is not None:
         notes += read_settings_file(settings.config, Settings.model_fields)[1]
     warnings = [*variable_warnings(environment_names()), *_secret_warnings(flags, settings)]
     return CommandLine(settings=settings, notes=tuple(notes), warnings=tuple(warnings))
+
+
+def _check_program(prog: str, given: Collection[str], settings: Settings) -> None:
+    """Raises SettingsError for flags that the program has no use for. A file may have settings of both programs."""
+    flags = set(given)
+    if prog == ENGINE:
+        useless, why = flags - _OF_NODES, "is a front's, which `quire serve --engines` starts"
+        if settings.listen is None:
+            raise SettingsError("--listen is missing: HOST:PORT on which this node serves fronts")
+    elif settings.engines:
+        useless, why = flags & (_OF_ENGINES - _OF_FRONTS_TOO), "is the nodes': give it to `quire engine`"
+    else:
+        useless, why = flags & {*_OF_LINKS}, "is of links to nodes, which --engines names"
+    if prog != ENGINE:
+        useless |= flags & {"listen"}
+    if useless:
+        raise SettingsError(*(f"{flag_name(name)} {_USELESS.get(name, why)}" for name in sorted(useless)))
+
+
+_USELESS = {"listen": "is of `quire engine`; this server listens on --host and --port"}
 
 
 def _secret_warnings(flags: Mapping[str, object], settings: Settings) -> Iterator[str]:
@@ -139,11 +175,12 @@ def _kinds() -> Kinds:
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
-    """One flag per field of `Settings`, in the order and groups they are declared."""
+    """One flag per field of `Settings` that the program uses, in the order and groups they are declared."""
+    is_node = prog == ENGINE
     parser = _Parser(
         prog=prog,
         usage=f"{prog} [MODEL] [flags]",
-        description="Serve a model over the OpenAI HTTP API.",
+        description=_OF_A_NODE if is_node else "Serve a model over the OpenAI HTTP API.",
         epilog=_EPILOG,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -156,14 +193,15 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("positional_model", metavar="MODEL", nargs="?", help="the same as --model")
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
     for name, field in Settings.model_fields.items():
-        _add_flag(groups[option_group(field)], name, field)
+        shown = not is_node or name in _OF_NODES
+        _add_flag(groups[option_group(field)], name, field, None if shown else argparse.SUPPRESS)
     add_hidden_flags(parser, Settings.model_fields)
     return parser
 
 
-def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
+def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo, text: str | None = None) -> None:
     kind = value_kind(field.annotation)
-    text = _help_text(field).replace("%", "%%")
+    text = _help_text(field).replace("%", "%%") if text is None else text
     if kind is bool:
         group.add_argument(flag_name(name), action=argparse.BooleanOptionalAction, dest=name, help=text)
     elif kind is tuple:

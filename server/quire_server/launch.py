@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Protocol, cast
 
 from quire_engine.config import EnginePlan
@@ -24,11 +25,15 @@ from quire_server.checkpoint.locate import localized
 from quire_server.commands.showing import loading
 from quire_server.engine.engines import Engines
 from quire_server.engine.json_child import ask
+from quire_server.engine.local_replicas import LocalReplicas, divided_config
+from quire_server.engine.nodes.addresses import is_numeric, parse_sources
+from quire_server.engine.nodes.model_digest import tokenizer_digest
+from quire_server.engine.nodes.node_set import NodeSet
+from quire_server.engine.nodes.security import LinkSecurity, link_security
 from quire_server.engine.replica_routing import Router
-from quire_server.engine.replicas import ReplicaSet, divided_config
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import Supervisor
-from quire_server.flags import CommandLine
+from quire_server.flags import SERVE, CommandLine
 from quire_server.http.event_loop import loop_factory
 from quire_server.http.tls import tls_context
 from quire_server.logs import Output, writing
@@ -43,24 +48,29 @@ log = logging.getLogger("quire")
 
 def run(given: CommandLine) -> int:
     """Serve until a signal; the process's exit code."""
+    return run_program(SERVE, given, _run)
+
+
+def run_program(name: str, given: CommandLine, body: Callable[[Settings, Output], int]) -> int:
+    """Run a server's program; every failure is one line and an exit code."""
     with writing(given.settings.log_level, given.settings.log_format) as output:
         for line in given.warnings:
             log.warning("%s", line)
         for line in given.notes:
             log.info("%s", line)
         try:
-            return _run(given.settings, output)
+            return body(given.settings, output)
         except ConfigError as error:
-            output.say(f"quire serve: {error}")
+            output.say(f"{name}: {error}")
             return BAD_USAGE
         except QuireError as error:
-            output.say(f"quire serve: {error}")
+            output.say(f"{name}: {error}")
             return CRASH_LOOP if isinstance(error, CrashLoop) else FAILED
         except BrokenPipeError:  # the plan is printed to stdout
             raise
         except OSError as error:  # such as a file that cannot be read, or a full disk
             log.debug("where it happened", exc_info=True)
-            output.say(f"quire serve: {_of_file(error)}")
+            output.say(f"{name}: {_of_file(error)}")
             return FAILED
 
 
@@ -68,8 +78,12 @@ def _run(settings: Settings, output: Output) -> int:
     tls_context(settings)  # checks the files, which are read again when the socket listens
     check_tracing(settings.otlp_traces_endpoint)
     settings = localized(settings)
+    if settings.dry_run and settings.engines:
+        raise ConfigError(
+            "--dry-run prints an engine's plan, and this server has none: ask a node, `quire engine --dry-run`"
+        )
     if settings.dry_run:
-        return _show_plan(settings)
+        return show_plan(settings)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_serve(settings, output))
 
@@ -81,7 +95,7 @@ def _of_file(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}"
 
 
-def _show_plan(settings: Settings) -> int:
+def show_plan(settings: Settings) -> int:
     """Print the memory plan without loading the model."""
     config = settings.engine_config()
     if settings.replicas > 1:
@@ -93,7 +107,7 @@ def _show_plan(settings: Settings) -> int:
 
 async def _serve(settings: Settings, output: Output) -> int:
     """Start the engine process first: it takes longest, and the server's modules are imported meanwhile."""
-    with _signals() as stop:
+    with stop_signals() as stop:
         engines = _engines(settings, output)
         starting = asyncio.create_task(engines.start())
         in_text = settings.log_format == "text"
@@ -114,16 +128,13 @@ async def _serve(settings: Settings, output: Output) -> int:
 
 
 def _engines(settings: Settings, output: Output) -> Engines:
-    """One supervised engine, or several behind one port."""
-    policy = RestartPolicy(
-        max_restarts=settings.max_engine_restarts,
-        hang_seconds=settings.engine_hang_timeout,
-        absent_seconds=settings.replica_silence if settings.replicas > 1 else None,
-        spare_seconds=_SPARE_SECONDS if settings.spare_engine else None,
-    )
+    """One supervised engine, several behind one port, or those of nodes."""
+    if settings.engines:
+        return _nodes(settings)
+    policy = restart_policy(settings, tells_alive=settings.replicas > 1)
     if settings.replicas == 1:
         return Supervisor(settings.engine_config(), policy, stderr=output.for_children)
-    return ReplicaSet(
+    return LocalReplicas(
         settings.engine_config(),
         policy,
         count=settings.replicas,
@@ -131,6 +142,43 @@ def _engines(settings: Settings, output: Output) -> Engines:
         failover_seconds=settings.failover_wait,
         shares=core_shares(settings.replicas),
         stderr=output.for_children,
+    )
+
+
+def restart_policy(settings: Settings, *, tells_alive: bool) -> RestartPolicy:
+    """The policy of supervisors. `tells_alive`: engines send signs of life also during a step."""
+    return RestartPolicy(
+        max_restarts=settings.max_engine_restarts,
+        hang_seconds=settings.engine_hang_timeout,
+        absent_seconds=settings.replica_silence if tells_alive else None,
+        spare_seconds=_SPARE_SECONDS if settings.spare_engine else None,
+    )
+
+
+def security_of(settings: Settings) -> LinkSecurity:
+    """The secrets of links between fronts and nodes. Raises ConfigError."""
+    return link_security(
+        key_file=settings.cluster_key_file,
+        cert=settings.engine_tls_cert,
+        key=settings.engine_tls_key,
+        ca=settings.engine_tls_ca,
+    )
+
+
+def _nodes(settings: Settings) -> NodeSet:
+    """Engines of other machines. Raises ConfigError."""
+    sources, security = parse_sources(settings.engines), security_of(settings)
+    for source in sources:
+        if not source.has_many and is_numeric(source.address.host):
+            security.check_reach(f"--engines {source.address}", [source.address.host])
+    return NodeSet(
+        sources,
+        security,
+        router=Router(settings.route_policy),
+        model=str(settings.model_path),
+        tokenizer=tokenizer_digest(Path(settings.tokenizer or settings.model_path)),
+        failover_seconds=settings.failover_wait,
+        silence_seconds=settings.replica_silence,
     )
 
 
@@ -151,7 +199,7 @@ class Stop:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[Stop]:
+def stop_signals() -> Iterator[Stop]:
     """Handle SIGTERM and SIGINT, the latter also where it was ignored: who names a server's process means it."""
     loop = asyncio.get_running_loop()
     stop = Stop(asked=loop.create_future(), insisted=loop.create_future())

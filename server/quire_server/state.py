@@ -25,7 +25,7 @@ from quire_server.engine.admission import QueueLimits, TenantGate, TtftGate
 from quire_server.engine.engine_client import EngineClient
 from quire_server.engine.engines import Engines
 from quire_server.engine.recovery import Quarantine
-from quire_server.engine.replicas import ReplicaSet, whole_plan
+from quire_server.engine.replicas import ReplicaSet
 from quire_server.engine.request_names import RequestNames
 from quire_server.engine.tenants import Tenant, Tenants
 from quire_server.errors import BadRequest, NotReady, ShuttingDown
@@ -130,7 +130,7 @@ class ServerState:
     @property
     def whole_plan(self) -> EnginePlan:
         """The plan of all engines together: their pools, seats and threads."""
-        return whole_plan(self.client.plan, 1 if self.replicas is None else self.replicas.num_replicas)
+        return self.client.plan if self.replicas is None else self.replicas.whole_plan(self.client.plan)
 
     @property
     def shows_tools(self) -> bool:
@@ -193,19 +193,21 @@ async def build_state(
             prompts.close()
         raise
     tenants = tenants_of(settings, credentials.known.tenants)  # which may have been read again since the start
-    metrics = _metrics(settings, whole_plan(plan, engines.num_replicas), tenants, usage)
+    metrics = _metrics(settings, engines.whole_plan(plan), tenants, usage)
     replicas = engines if isinstance(engines, ReplicaSet) else None
     engines.on_restart = metrics.engine_restarted
+    client = new_client(
+        engines, settings, plan, metrics, engines.quarantine, tenants=tenants.all, num_replicas=engines.num_replicas
+    )
     if replicas is not None:
         _tell_of_replicas(replicas, metrics)
+        replicas.on_members = lambda: _resize(replicas, settings, client, metrics)
     return ServerState(
         settings=settings,
         credentials=credentials,
         tokenizer=tokenizer,
         prompts=prompts,
-        client=new_client(
-            engines, settings, plan, metrics, engines.quarantine, tenants=tenants.all, num_replicas=engines.num_replicas
-        ),
+        client=client,
         tenants=tenants,
         metrics=metrics,
         model_names=settings.model_names,
@@ -246,6 +248,13 @@ def _tell_of_replicas(replicas: ReplicaSet, metrics: Metrics) -> None:
     replicas.on_restart = metrics.replica_restarted
     replicas.on_route, replicas.on_move = metrics.replicas.decided, metrics.replicas.moved
     replicas.on_moved, metrics.replica_rows = metrics.replicas.move_seconds, replicas.rows
+
+
+def _resize(replicas: ReplicaSet, settings: Settings, client: EngineClient, metrics: Metrics) -> None:
+    """Replicas have joined or left: the queue and the pool are theirs together."""
+    seats = max(replicas.num_replicas, 1) * client.plan.scheduler.limits.max_num_seqs
+    client.resize(seats=seats, max_sequences=seats + settings.max_num_queued_reqs)
+    metrics.resize(replicas.whole_plan(client.plan).scheduler.num_blocks)
 
 
 async def _adapters(settings: Settings, engines: Engines) -> ServedAdapters:

@@ -49,6 +49,7 @@ REASONS = {
     "quire_server.answering.deep_check": "a health check of its own, chosen by a parameter",
     "quire_server.engine.request_names": "a name is chosen before there is a client of the engine",
     "quire_engine.simulation.guessing": "the drafter of simulations, beside the loop that asks it",
+    "quire_server.engine.nodes.model_digest": "names that a node gives and a front compares",
     "quire_server.logs.throughput": "the lines of a start need it, which comes before HTTP is imported",
     "quire_server.metrics.prefill_cost": "an estimate of its own in the table of metrics",
     "quire_server.settings.faults": "the spelling of one setting, which two groups of settings read",

@@ -192,6 +192,10 @@ def test_command_lines_are_understood(example: Example) -> None:
         from quire_server.flags import parse_flags
 
         parse_flags(words[1:])
+    elif words[0] == "engine":
+        from quire_server.flags import ENGINE, parse_flags
+
+        parse_flags(words[1:], ENGINE)
     elif words[0] == "bench":
         from quire_bench.arguments import parse_arguments
 

@@ -1,4 +1,4 @@
-"""A `ReplicaSet` over supervisors without processes: engines answer, die and come back as a test says."""
+"""`LocalReplicas` over supervisors without processes: engines answer, die and come back as a test says."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from quire_engine.config import EngineConfig, EnginePlan
 from quire_engine.process.transport import Abort, Frame
 from quire_engine.types import EngineStats, GenerationRequest, StepOutput, TokenOutput
+from quire_server.engine.local_replicas import LocalReplicas
 from quire_server.engine.recovery import PROBE
 from quire_server.engine.replica_routing import Router
-from quire_server.engine.replicas import ReplicaSet
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import EngineState, Supervisor
 from support.fake_engine_process import make_plan
@@ -102,7 +102,7 @@ class ScriptedSupervisor(Supervisor):
 class Replicas:
     """The set, its supervisors and one client."""
 
-    set: ReplicaSet
+    set: LocalReplicas
     each: list[ScriptedSupervisor]
     client: Client
     moved: list[float]
@@ -132,7 +132,7 @@ async def replicas(
         made.append(supervisor)
         return supervisor
 
-    together = ReplicaSet(
+    together = LocalReplicas(
         EngineConfig(model="ok"),
         RestartPolicy(),
         count=count,

@@ -6,9 +6,10 @@ ProtocolError for anything that does not decode.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -135,7 +136,7 @@ class Kind(IntEnum):
     ALIVE = 17
 
 
-_TYPES: dict[Kind, type] = {
+_TYPES: dict[int, type] = {
     Kind.START: EngineConfig,
     Kind.SUBMIT: GenerationRequest,
     Kind.ABORT: Abort,
@@ -152,46 +153,70 @@ _TYPES: dict[Kind, type] = {
     Kind.CONTROL: Control,
     Kind.ALIVE: Alive,
 }
-_KINDS: dict[type, Kind] = {payload: kind for kind, payload in _TYPES.items()}
-_DECODERS: dict[int, msgspec.msgpack.Decoder[Frame]] = {
-    int(kind): msgspec.msgpack.Decoder(payload) for kind, payload in _TYPES.items()
-}
 _ENCODER = msgspec.msgpack.Encoder()
 
 
+class Codec:
+    """The frames of one kind of socket: which there are, the bytes that name them, and how long one may be."""
+
+    def __init__(self, types: Mapping[int, type], *, most_bytes: int = MAX_FRAME_BYTES) -> None:
+        """`types` by the byte of their kind; `most_bytes` of a payload."""
+        self.most_bytes = most_bytes
+        self._kinds = {payload: kind for kind, payload in types.items()}
+        self._names = {kind: payload.__name__ for kind, payload in types.items()}
+        self._decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {
+            int(kind): msgspec.msgpack.Decoder(payload) for kind, payload in types.items()
+        }
+
+    def encode(self, frame: Any) -> bytes:
+        """The bytes of one frame. Raises ProtocolError for one that is too long."""
+        payload = _ENCODER.encode(frame)
+        if len(payload) > self.most_bytes:
+            raise ProtocolError(f"a frame of {len(payload)} bytes is over the limit of {self.most_bytes}")
+        return b"%b%c%b" % (len(payload).to_bytes(4, "little"), self._kinds[type(frame)], payload)
+
+    def check(self, size: int, kind: int) -> None:
+        """Check the header of a frame, whose payload may not be there yet. Raises ProtocolError."""
+        if size > self.most_bytes:
+            raise ProtocolError(f"a frame announces {size} bytes, over the limit of {self.most_bytes}")
+        if kind not in self._decoders:
+            raise ProtocolError(f"unknown frame kind {kind}")
+
+    def decode(self, kind: int, payload: bytes | bytearray) -> Any:
+        """The frame of a checked header. Raises ProtocolError."""
+        try:
+            return self._decoders[kind].decode(payload)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"a frame of kind {self._names[kind]} does not decode: {error}") from None
+
+
+_CODEC = Codec(_TYPES)
+
+
 def encode_frame(frame: Frame) -> bytes:
-    """The bytes of one frame."""
-    payload = _ENCODER.encode(frame)
-    if len(payload) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a frame of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}")
-    return b"%b%c%b" % (len(payload).to_bytes(4, "little"), _KINDS[type(frame)], payload)
+    """The bytes of one frame between the API process and an engine process."""
+    return _CODEC.encode(frame)
 
 
 class FrameDecoder:
     """Turns a byte stream, in pieces of any size, into frames."""
 
-    def __init__(self) -> None:
+    def __init__(self, codec: Codec = _CODEC) -> None:
+        self._codec = codec
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[Frame]:
+    def feed(self, data: bytes) -> list[Any]:
         """Frames completed by `data`, in order. Raises ProtocolError."""
         self._buffer += data
-        frames: list[Frame] = []
+        frames: list[Any] = []
         start = 0
         while len(self._buffer) - start >= _HEADER:
-            size = int.from_bytes(self._buffer[start : start + 4], "little")
-            if size > MAX_FRAME_BYTES:
-                raise ProtocolError(f"a frame announces {size} bytes, over the limit of {MAX_FRAME_BYTES}")
+            size, kind = int.from_bytes(self._buffer[start : start + 4], "little"), self._buffer[start + 4]
+            self._codec.check(size, kind)
             end = start + _HEADER + size
             if len(self._buffer) < end:
                 break
-            kind = self._buffer[start + 4]
-            if kind not in _DECODERS:
-                raise ProtocolError(f"unknown frame kind {kind}")
-            try:
-                frames.append(_DECODERS[kind].decode(self._buffer[start + _HEADER : end]))
-            except msgspec.DecodeError as error:
-                raise ProtocolError(f"a frame of kind {Kind(kind).name} does not decode: {error}") from None
+            frames.append(self._codec.decode(kind, self._buffer[start + _HEADER : end]))
             start = end
         del self._buffer[:start]
         return frames

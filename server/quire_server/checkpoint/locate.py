@@ -32,8 +32,12 @@ def localized(settings: Settings) -> Settings:
     where = (settings.revision, settings.download_dir)
     if settings.model != DEMO_MODEL:
         name = _PAGE.sub("", settings.model)
-        folder = checkpoint_directory(name, *where, tokenizer=settings.tokenizer is None)
-        check_checkpoint(folder, settings.model_impl)
+        computes = (
+            not settings.engines
+        )  # else nodes have the weights, and tokenizer and templates are all that it takes
+        folder = checkpoint_directory(name, *where, tokenizer=settings.tokenizer is None, weights=computes)
+        if computes:
+            check_checkpoint(folder, settings.model_impl)
         if folder != Path(settings.model):
             names = settings.served_model_name or tuple(dict.fromkeys((_own_name(name), settings.model)))
             changed = {"model": str(folder), "served_model_name": names}

@@ -280,6 +280,10 @@ class SeatMeter:
         self._num_ended = 0
         self._seat_seconds = 0.0  # seat-seconds of the ended sequences
 
+    def resize(self, seats: int) -> None:
+        """From now on there are so many seats."""
+        self._seats = seats
+
     def observe(self, now: float, *, sequences: int, ended: int = 0) -> None:
         """Now `sequences` are unfinished, waiting ones included, and `ended` have just ended."""
         self._pool += self._taken * (now - self._changed_at)

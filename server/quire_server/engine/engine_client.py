@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from quire_engine.config import EnginePlan
 from quire_engine.types import (
@@ -170,6 +171,12 @@ class EngineClient:
     async def wait_idle(self) -> None:
         """Wait until no accepted request is unfinished."""
         await self._idle.wait()
+
+    def resize(self, *, seats: int, max_sequences: int) -> None:
+        """Engines have joined or left: so many sequences are computed at once, and so many may be unfinished."""
+        self._num_seats = seats
+        self._seats.resize(seats)
+        self._limits = replace(self._limits, max_sequences=max_sequences)
 
     def live(self) -> list[GenerationRequest]:
         """Accepted and unfinished requests."""

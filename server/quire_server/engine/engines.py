@@ -1,6 +1,6 @@
 """The interface of the engines to the rest of the server, be it one or several.
 
-Two implementations: `supervisor.Supervisor` for one, `replicas.ReplicaSet` for several.
+Two implementations: `supervisor.Supervisor` for one; `replicas.ReplicaSet` for several, on this machine or on others.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ class Engines(EnginePort, Protocol):
     """Engines that are started, watched and restarted. A method's docstring is in either implementation."""
 
     on_restart: Callable[[], None]
-    num_replicas: int
     quarantine: Quarantine
     dead: asyncio.Future[None]  # done when no engine will come any more
 
+    @property
+    def num_replicas(self) -> int: ...
+    def whole_plan(self, plan: EnginePlan) -> EnginePlan: ...
     @property
     def progress(self) -> LoadProgress | None: ...
     def load_ratio(self) -> float: ...

@@ -192,6 +192,13 @@ class Recovery:
         self._suspect_left = self._proving = False
         return guilty
 
+    def out_of_reach(self) -> None:
+        """Nothing is known of the engine any more, which is held against no request: others will go on with them."""
+        for entry in self._journal.values():
+            entry.in_flight = False
+        self.waiting.clear()
+        self._probation = None
+
     def drop(self, should_drop: Callable[[JournalEntry], bool]) -> list[JournalEntry]:
         """Drop the requests outside the engine for which `should_drop` is true. Returns them."""
         dropped = [entry for entry in self._journal.values() if not entry.in_flight and should_drop(entry)]

@@ -82,6 +82,12 @@ class Router:
         self._tenants.remove(name)
         self._slowness[name] = Slowness()
 
+    def leaves(self, name: str) -> None:
+        """A replica is gone for good."""
+        self._index.remove(name)
+        self._tenants.remove(name)
+        self._slowness.pop(name, None)
+
     def observe(self, name: str, step: StepOutput) -> None:
         """Take in a replica's step."""
         self._cost.learn(step.stats)

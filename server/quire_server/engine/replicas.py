@@ -1,33 +1,34 @@
 """Several engines behind one `EnginePort`: each request goes to one of them, and to another one if that is lost.
 
-Promises: a stream is lost only if no engine of its numerics comes back in time, and no token is delivered twice. A
-replica's supervisor restarts its engine and finds culprits; what moves are requests that nothing is held against.
+Promises: a stream is lost only if no engine of its numerics comes back in time, and no token is delivered twice; only
+requests without suspicion move. `local_replicas` and `nodes.node_set` know which engines there are, and how they start.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from quire_engine.config import EngineConfig, EnginePlan, for_later_engines
-from quire_engine.errors import ModelLoadError
-from quire_engine.machine import CoreShare
+from quire_engine.config import EnginePlan
 from quire_engine.process.transport import LoadProgress
 from quire_engine.routing.views import Route
 from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput, TokenOutput
 from quire_server.engine.recovery import JournalEntry, Quarantine
 from quire_server.engine.replica_questions import EPOCH, ReplicaQuestions
 from quire_server.engine.replica_routing import Router, Standing, num_known_tokens
-from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.stats_sum import StatsSum
-from quire_server.engine.supervisor import EngineState, Supervisor, WeightsMemory
+from quire_server.engine.supervisor import EngineState
 from quire_server.errors import ReplicaLost
 
-ALIVE_SECONDS = 0.5  # between two signs of life of an engine
 MOST_LOSSES = 2  # of a request's engines, without a token in between; it gets no third one
+MOST_SILENT = (
+    4  # of those that were only out of reach: a machine that a request has stopped is not told from a cut wire
+)
 _MOST_ENDED = 4096  # ended requests whose replica is known to `inspect`
 
 # A stream lost its replica; the replica with a part of the prompt cached; or else by what is ahead of it.
@@ -38,17 +39,21 @@ log = logging.getLogger("quire.replicas")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Replica:
-    """One supervisor and what the front knows of its engine."""
+    """One engine and what the front knows of it."""
 
     name: str
-    supervisor: Supervisor
-    draining: bool = False
+    engine: ReplicaEngine
+    draining: bool = False  # by an operator's order
     streams: dict[str, Stream] = field(default_factory=dict)  # by the client's request id
     tokens_ahead: int = 0  # prompt tokens of streams without an output since they came here
 
     @property
+    def is_draining(self) -> bool:
+        return self.draining or self.engine.is_draining
+
+    @property
     def numerics(self) -> str:
-        plan = self.supervisor.plan
+        plan = self.engine.plan
         return "" if plan is None else plan.numerics
 
 
@@ -66,6 +71,7 @@ class Stream:
     epoch: int = 0
     unanswered: int = 0  # prompt tokens, until its first output from this replica
     numerics: str = ""  # of the engine that its tokens are from; empty: none yet
+    num_silent: int = 0  # engines that were out of reach with it, since its last output
     moved_at: float | None = None  # when it lost its engine, until its next output
     timer: asyncio.TimerHandle | None = None  # the end of the wait for an engine
 
@@ -80,120 +86,153 @@ class ReplicaRow:
     """A replica for operators."""
 
     name: str
-    state: str  # of its supervisor
+    state: str  # of its engine
     draining: bool
     streams: int
     prompt_tokens_ahead: int
     restarts: int
     numerics: str
     pid: int | None  # of its engine; None: there is none
+    why: str = ""  # why it does not serve, where that needs words
 
     @property
     def is_up(self) -> bool:
         return self.state == EngineState.READY.value
 
 
+class ReplicaEngine(Protocol):
+    """The engine of a replica: a `Supervisor` with an engine of this machine, or a node on another one."""
+
+    on_step: Callable[[StepOutput], None]
+    on_restart: Callable[[], None]
+    on_ready: Callable[[], None]
+    on_lost: Callable[[], None]
+    state: EngineState
+
+    @property
+    def plan(self) -> EnginePlan | None: ...
+    @property
+    def restarts(self) -> int: ...
+    @property
+    def is_draining(self) -> bool:
+        """Whether it takes nothing new, by its own word."""
+        ...
+
+    @property
+    def elsewhere(self) -> tuple[int, int]:
+        """Prompt tokens ahead, and requests, that it has from others than this front."""
+        ...
+
+    @property
+    def why(self) -> str: ...
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def is_proving(self) -> bool: ...
+    @property
+    def progress(self) -> LoadProgress | None: ...
+    def load_ratio(self) -> float: ...
+    def trouble(self) -> str | None: ...
+    def overdue_seconds(self) -> float: ...
+    def health(self) -> EngineHealth: ...
+    def adopt(self, entry: JournalEntry) -> None: ...
+    def has(self, request_id: str) -> bool: ...
+    def take(self, request_id: str) -> JournalEntry | None: ...
+    def surrender(self, *, suspects: bool) -> list[JournalEntry]: ...
+    def abort(self, request_id: str) -> None: ...
+    def hold_request(self, request_id: str) -> None: ...
+    def release_request(self, request_id: str) -> None: ...
+    async def inspect(self, what: str, argument: str = "{}") -> bytes: ...
+    async def control(self, what: str, argument: str = "{}") -> bytes: ...
+    async def stop(self) -> None: ...
+
+
 class ReplicaSet:
-    """N supervisors as one engine: see `quire_server.engine.engines.Engines`."""
+    """Several engines as one: see `quire_server.engine.engines.Engines`. How they come to be is the subclasses'."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        policy: RestartPolicy,
-        *,
-        count: int,
-        router: Router,
-        failover_seconds: float = 30.0,
-        shares: Sequence[CoreShare] = (),
-        stderr: int | None = None,
-        make: Callable[..., Supervisor] = Supervisor,
-        clock: Callable[[], float] = time.monotonic,
+        self, *, router: Router, failover_seconds: float = 30.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`config` is for all together: its threads and its memory are divided. `shares`: the cores of each; empty:
-        not known. `failover_seconds`: how long a stream waits for an engine where none is left. `make`: called as
-        `Supervisor` is.
-        """
+        """`failover_seconds`: how long a stream waits for an engine where none is left."""
         self.on_step: Callable[[StepOutput], None] = lambda _: None
         self.on_restart: Callable[[], None] = lambda: None
         self.on_route: Callable[[str], None] = lambda _: None  # called with each decision's reason, of ROUTE_REASONS
         self.on_move: Callable[[], None] = lambda: None  # a stream has lost its engine, or is drained off it
         self.on_moved: Callable[[float], None] = lambda _: None  # its next token came after so many seconds
-        self.num_replicas = count
+        self.on_members: Callable[[], None] = lambda: None  # replicas have joined or left, or tell other sizes
         self.quarantine = Quarantine()
         self.dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._config = divided_config(config, count)
-        self._policy, self._router, self._make, self._clock = policy, router, make, clock
+        self._router, self._clock = router, clock
         self._failover_seconds = failover_seconds
-        self._shares, self._stderr = list(shares), stderr
-        self._weights: dict[int, WeightsMemory] = {}  # by memory node, so that each reads its own
         self._replicas: dict[str, Replica] = {}
         self._streams: dict[str, Stream] = {}
         self._ended: dict[str, tuple[str, str]] = {}  # the last ended requests: replica, id there
-        self._supervisors: dict[str, Supervisor] = {}
-        self._questions = ReplicaQuestions(self._supervisors, self._find)
+        self._engines: dict[str, ReplicaEngine] = {}
+        self._questions = ReplicaQuestions(self._engines, self._find)
         self.inspect = self._questions.inspect
-        self._add_replica(self._config)
         self._sums = StatsSum()
         self._stopped = False
 
     # ---------------------------------------------------------------- life
 
-    async def start(self) -> EnginePlan:
-        """Start all engines; returns the first one's plan. Raises as `Supervisor.start` does for any of them.
+    @property
+    def num_replicas(self) -> int:
+        """Engines, whether or not they serve now."""
+        return len(self._replicas)
 
-        The others start when the first is ready: they take its pool size and instruction set, and its packed weights
-        from memory.
+    def whole_plan(self, plan: EnginePlan) -> EnginePlan:
+        """The plan of all engines together, for sums: their pools and threads. `plan`: what requests are held against.
+
+        An engine that has none yet counts as one with that plan.
         """
-        (first,) = self._supervisors.values()
-        plan = await first.start()
-        later = for_later_engines(self._config, plan)
-        others = [self._add_replica(later) for _ in range(1, self.num_replicas)]
-        starting = [asyncio.create_task(each.supervisor.start()) for each in others]
-        try:
-            plans = await asyncio.gather(*starting)
-        finally:
-            for task in starting:
-                task.cancel()
-            await asyncio.gather(*starting, return_exceptions=True)
-        if any(other.checkpoint != plan.checkpoint for other in plans):
-            raise ModelLoadError(f"{plan.model}: its files changed on disk while the replicas started")
-        if any(other.numerics != plan.numerics for other in plans):
-            log.warning("not all replicas compute the same bits: streams move among those that do")
-        for name in self._replicas:
-            self._router.joins(name)
-            self._sums.take(name, _empty(plan))
-        return plan
+        plans = [each.plan or plan for each in self._engines.values()]
+        scheduler = replace(plan.scheduler, num_blocks=sum(each.scheduler.num_blocks for each in plans))
+        kv_bytes, num_threads = sum(each.kv_bytes for each in plans), sum(each.num_threads for each in plans)
+        return replace(plan, kv_bytes=kv_bytes, num_threads=num_threads, scheduler=scheduler)
+
+    def _join(self, name: str, engine: ReplicaEngine) -> Replica:
+        """A replica more, with nothing cached."""
+        made = self._replicas[name] = Replica(name=name, engine=engine)
+        self._engines[name] = engine
+        self._router.joins(name)
+        engine.on_step = lambda step: self._deliver(made, step)
+        engine.on_restart = lambda: self.on_restart()  # noqa: PLW0108 - it is set later
+        engine.on_lost = lambda: self._lost(made)
+        engine.on_ready = lambda: self._ready(made)
+        return made
 
     async def stop(self) -> None:
         """End all engines; unfinished requests end with an error. Idempotent."""
         self._stopped = True
-        await asyncio.gather(*(each.stop() for each in self._supervisors.values()))
+        await asyncio.gather(*(each.stop() for each in self._engines.values()))
         for stream in list(self._streams.values()):
             self._fail(stream, "the server is shutting down")
 
     @property
     def progress(self) -> LoadProgress | None:
         """The progress of the start that is least far, as last reported."""
-        return min(self._supervisors.values(), key=lambda each: each.load_ratio()).progress
+        if not self._engines:
+            return None
+        return min(self._engines.values(), key=lambda each: each.load_ratio()).progress
 
     def load_ratio(self) -> float:
         """The mean progress of all loads, 0 to 1; 1 once every engine is ready."""
-        return sum(each.load_ratio() for each in self._supervisors.values()) / self.num_replicas
+        return sum(each.load_ratio() for each in self._engines.values()) / max(self.num_replicas, 1)
 
     def trouble(self) -> str | None:
         """Why no engine serves now, in a few words; None: at least one does."""
-        troubles = [each.trouble() for each in self._supervisors.values()]
-        return None if None in troubles else troubles[0]
+        troubles = [each.trouble() for each in self._engines.values()]
+        return None if None in troubles else troubles[0] if troubles else "no engine is known"
 
     def overdue_seconds(self) -> float:
         """Seconds since all engines should have been killed and replaced; below 0 one is not overdue."""
-        return min(each.overdue_seconds() for each in self._supervisors.values())
+        return min((each.overdue_seconds() for each in self._engines.values()), default=-math.inf)
 
     def health(self) -> EngineHealth:
-        healths = [each.health() for each in self._supervisors.values()]
+        healths = [each.health() for each in self._engines.values()]
         return EngineHealth(
             alive=any(each.alive for each in healths),
-            step_id=max(each.step_id for each in healths),
+            step_id=max((each.step_id for each in healths), default=0),
             has_work=bool(self._streams),
         )
 
@@ -202,36 +241,17 @@ class ReplicaSet:
         return [
             ReplicaRow(
                 name=each.name,
-                state=each.supervisor.state.value,
-                draining=each.draining,
+                state=each.engine.state.value,
+                draining=each.is_draining,
                 streams=len(each.streams),
                 prompt_tokens_ahead=each.tokens_ahead,
-                restarts=each.supervisor.restarts,
+                restarts=each.engine.restarts,
                 numerics=each.numerics,
-                pid=each.supervisor.pid,
+                pid=each.engine.pid,
+                why=each.engine.why,
             )
             for each in self._replicas.values()
         ]
-
-    def _add_replica(self, config: EngineConfig) -> Replica:
-        number = len(self._replicas)
-        share = self._shares[number] if self._shares else None
-        weights = self._weights.setdefault(0 if share is None else share.node, WeightsMemory())
-        supervisor = self._make(
-            config,
-            self._policy,
-            stderr=self._stderr,
-            cpus=() if share is None else share.cpus,
-            weights=weights,
-            quarantine=self.quarantine,
-        )
-        made = self._replicas[str(number)] = Replica(name=str(number), supervisor=supervisor)
-        self._supervisors[made.name] = supervisor
-        supervisor.on_step = lambda step: self._deliver(made, step)
-        supervisor.on_restart = lambda: self.on_restart()  # noqa: PLW0108 - it is set later
-        supervisor.on_lost = lambda: self._lost(made)
-        supervisor.on_ready = lambda: self._ready(made)
-        return made
 
     # ---------------------------------------------------------------- requests
 
@@ -243,7 +263,7 @@ class ReplicaSet:
         stream = self._streams.get(request_id)
         if stream is not None:
             if stream.replica is not None:
-                stream.replica.supervisor.abort(stream.run_id)
+                stream.replica.engine.abort(stream.run_id)
             self._forget(stream)
 
     def hold_request(self, request_id: str) -> None:
@@ -259,8 +279,8 @@ class ReplicaSet:
         if stream.entry is not None:
             stream.entry.held = is_held
         elif stream.replica is not None:
-            supervisor = stream.replica.supervisor
-            (supervisor.hold_request if is_held else supervisor.release_request)(stream.run_id)
+            engine = stream.replica.engine
+            (engine.hold_request if is_held else engine.release_request)(stream.run_id)
 
     def _place(self, stream: Stream, entry: JournalEntry) -> None:
         """Give a request to the replica that the policy chooses, or let it wait for one."""
@@ -285,7 +305,7 @@ class ReplicaSet:
         request = self._router.sent(stream.request, route, blocks, self._clock())
         entry.request = replace(request, request_id=stream.run_id) if stream.epoch else request
         self.on_route("moved" if stream.epoch else "cached" if route.hit_blocks else "load")
-        target.supervisor.adopt(entry)
+        target.engine.adopt(entry)
 
     def _choose(self, stream: Stream, entry: JournalEntry) -> tuple[Route, tuple[int, ...]] | None:
         cohort = stream.numerics if entry.has_tokens else ""
@@ -293,25 +313,25 @@ class ReplicaSet:
 
     def _standings(self) -> list[Standing]:
         """The replicas as a policy sees them. One that looks for a culprit gets nothing while another is there."""
-        replicas = [each for each in self._replicas.values() if each.supervisor.plan is not None]
-        ready = [each for each in replicas if each.supervisor.state is EngineState.READY and not each.draining]
-        sound = [each for each in ready if not each.supervisor.is_proving] or ready
+        replicas = [each for each in self._replicas.values() if each.engine.plan is not None]
+        ready = [each for each in replicas if each.engine.state is EngineState.READY and not each.is_draining]
+        sound = [each for each in ready if not each.engine.is_proving] or ready
         return [
             Standing(
                 name=each.name,
                 cohort=each.numerics,
-                state="ready" if each in sound else "draining" if each.draining else "silent",
-                limits=each.supervisor.plan.scheduler.limits,
-                tokens_ahead=each.tokens_ahead,
-                requests=len(each.streams),
+                state="ready" if each in sound else "draining" if each.is_draining else "silent",
+                limits=each.engine.plan.scheduler.limits,
+                tokens_ahead=each.tokens_ahead + each.engine.elsewhere[0],
+                requests=len(each.streams) + each.engine.elsewhere[1],
                 stats=self._sums.of(each.name),
             )
             for each in replicas
-            if each.supervisor.plan is not None
+            if each.engine.plan is not None
         ]
 
     def _are_dead(self) -> bool:
-        return all(each.state is EngineState.DEAD for each in self._supervisors.values())
+        return all(each.state is EngineState.DEAD for each in self._engines.values())
 
     def _leave(self, stream: Stream) -> None:
         """No replica has the request any more."""
@@ -351,7 +371,7 @@ class ReplicaSet:
         outputs = tuple(each for output in step.outputs if (each := self._own(source, output)) is not None)
         for output in outputs:
             stream = None if output.finish is None else self._streams.get(output.request_id)
-            if stream is not None and not source.supervisor.has(stream.run_id):
+            if stream is not None and not source.engine.has(stream.run_id):
                 self._forget(stream)
         self._router.observe(source.name, step)
         stats = self._sums.take(source.name, step.stats) if step.stats.blocks_total else EngineStats()
@@ -367,7 +387,7 @@ class ReplicaSet:
             source.tokens_ahead -= stream.unanswered
             stream.unanswered = 0
             self._router.answered(request_id, self._clock())
-        stream.numerics = source.numerics
+        stream.numerics, stream.num_silent = source.numerics, 0
         if stream.moved_at is not None:
             self.on_moved(self._clock() - stream.moved_at)
             stream.moved_at = None
@@ -383,10 +403,11 @@ class ReplicaSet:
         """
         if self._stopped:
             return
-        stats = self._sums.lost(source.name)
+        is_away = source.engine.state is EngineState.LOST  # the engine may still run, and its totals go on
+        stats = self._sums.away(source.name) if is_away else self._sums.lost(source.name)
         self._router.joins(source.name)
-        is_dead = source.supervisor.state is EngineState.DEAD
-        self._move(source, source.supervisor.surrender(suspects=is_dead))
+        is_dead = source.engine.state is EngineState.DEAD
+        self._move(source, source.engine.surrender(suspects=is_dead))
         self.on_step(StepOutput(step_id=0, outputs=(), stats=stats))
         if not is_dead:
             asyncio.get_running_loop().call_later(self._failover_seconds, self._overdue, source)
@@ -398,19 +419,19 @@ class ReplicaSet:
 
     def _overdue(self, source: Replica) -> None:
         """The replica's next engine should be there; if it is not, others take what waits for it."""
-        if not self._stopped and source.supervisor.state is EngineState.RESTARTING:
-            self._move(source, source.supervisor.surrender(suspects=True))
+        if not self._stopped and source.engine.state is EngineState.RESTARTING:
+            self._move(source, source.engine.surrender(suspects=True))
 
     def _ready(self, arrived: Replica) -> None:
         """A replica has an engine again: streams that wait for one get it, the oldest first."""
-        if arrived.supervisor.plan is not None:
+        if arrived.engine.plan is not None:
             log.info("replica %s is ready again", arrived.name)
         waiting = [stream for stream in self._streams.values() if stream.entry is not None]
         for stream in sorted(waiting, key=_age):
             if stream.entry is not None:
                 self._place(stream, stream.entry)
         for each in self._replicas.values():
-            if each.draining:
+            if each.is_draining:
                 self._empty(each)
 
     def _move(self, source: Replica, entries: Iterable[JournalEntry]) -> None:
@@ -425,7 +446,8 @@ class ReplicaSet:
         for stream, entry in moving:
             self._leave(stream)
             stream.epoch += 1
-            if entry.is_suspected and entry.strikes >= MOST_LOSSES:
+            stream.num_silent += source.engine.state is EngineState.LOST
+            if (entry.is_suspected and entry.strikes >= MOST_LOSSES) or stream.num_silent >= MOST_SILENT:
                 self.quarantine.add(stream.request, time.monotonic())
                 stream.entry = entry
                 self._fail(stream, "engines were lost with this request; it will not be tried again", culprit=True)
@@ -443,7 +465,7 @@ class ReplicaSet:
                 probe.finished = {0}  # has output: it stays in its cohort
             if self._choose(stream, probe) is None:
                 continue
-            entry = source.supervisor.take(stream.run_id)
+            entry = source.engine.take(stream.run_id)
             if entry is not None:
                 self._move(source, [entry])
 
@@ -463,7 +485,7 @@ class ReplicaSet:
 
     async def control(self, what: str, argument: str = "{}") -> bytes:
         """The sum of an order's effects on all engines that run. Raises as `Supervisor.control` does, if any does."""
-        names = [name for name, each in self._supervisors.items() if each.state is EngineState.READY]
+        names = [name for name, each in self._engines.items() if each.state is EngineState.READY]
         return await self._questions.control(names, what, argument)
 
     def _find(self, request_id: str) -> tuple[str, str] | None:
@@ -472,31 +494,6 @@ class ReplicaSet:
         if stream is None or stream.replica is None:
             return self._ended.get(request_id)
         return stream.replica.name, stream.run_id
-
-
-def divided_config(config: EngineConfig, count: int) -> EngineConfig:
-    """The configuration of each of `count` engines: threads and memory that are named are for all together."""
-    return replace(
-        config,
-        replicas=count,
-        tells_prefixes=True,
-        alive_seconds=ALIVE_SECONDS,
-        num_threads=None if config.num_threads is None else max(1, config.num_threads // count),
-        kv_memory=None if config.kv_memory is None else config.kv_memory // count,
-    )
-
-
-def whole_plan(plan: EnginePlan, count: int) -> EnginePlan:
-    """The plan of `count` engines with one plan, for sums: their pools together."""
-    if count == 1:
-        return plan
-    scheduler = replace(plan.scheduler, num_blocks=count * plan.scheduler.num_blocks)
-    return replace(plan, kv_bytes=count * plan.kv_bytes, num_threads=count * plan.num_threads, scheduler=scheduler)
-
-
-def _empty(plan: EnginePlan) -> EngineStats:
-    blocks = plan.scheduler.num_blocks
-    return EngineStats(blocks_total=blocks, blocks_free=blocks, host_blocks_total=plan.scheduler.num_host_blocks)
 
 
 def _age(stream: Stream) -> float:

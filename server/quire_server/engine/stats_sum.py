@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import zip_longest
 from typing import Any, TypeVar, cast
 
@@ -36,16 +36,26 @@ class StatsSum:
         before = self._ended.get(name, EngineStats())
         tenants = _tenants(_totals(each) for part in (before, latest) for each in part.tenants)
         self._ended[name] = _totals(_added([before, latest], kv_waiting_since=None, tenants=tenants))
-        empty = EngineStats(
-            blocks_total=latest.blocks_total,
-            blocks_free=latest.blocks_total,
-            host_blocks_total=latest.host_blocks_total,
-        )
-        return self.take(name, empty)
+        return self.take(name, _idle(EngineStats(), latest))
+
+    def away(self, name: str) -> EngineStats:
+        """The sum after an engine is out of reach: nothing runs there, and its totals may go on from where they are."""
+        latest = self._latest.get(name, EngineStats())
+        return self.take(name, _idle(_totals(latest), latest))
 
     def of(self, name: str) -> EngineStats:
         """The latest statistics of one engine."""
         return self._latest.get(name, EngineStats())
+
+
+def _idle(kept: EngineStats, latest: EngineStats) -> EngineStats:
+    """An engine with memory of the latest sizes, and nothing in it."""
+    return replace(
+        kept,
+        blocks_total=latest.blocks_total,
+        blocks_free=latest.blocks_total,
+        host_blocks_total=latest.host_blocks_total,
+    )
 
 
 def _added(parts: Iterable[_Record], **given: object) -> _Record:

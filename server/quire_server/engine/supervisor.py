@@ -52,7 +52,6 @@ class Supervisor:
         # Called when requests are left without an engine: in the state RESTARTING, or DEAD where none will come. Who
         # is called may take them by `surrender`.
         self.on_lost: Callable[[], None] = lambda: None
-        self.num_replicas = 1
         self.state = EngineState.STARTING
         self.restarts = 0
         self.plan: EnginePlan | None = None  # of the latest engine
@@ -158,6 +157,26 @@ class Supervisor:
             raise EngineDead(f"the engine has not answered for {ANSWER_SECONDS:g} s; a step runs") from None
 
     # ---------------------------------------------------------------- life
+
+    @property
+    def num_replicas(self) -> int:
+        return 1
+
+    @property
+    def is_draining(self) -> bool:
+        return False
+
+    @property
+    def why(self) -> str:
+        return self.trouble() or ""
+
+    @property
+    def elsewhere(self) -> tuple[int, int]:
+        return 0, 0
+
+    def whole_plan(self, plan: EnginePlan) -> EnginePlan:
+        """The plan of all engines together: this one's."""
+        return plan
 
     @property
     def pid(self) -> int | None:
@@ -382,6 +401,7 @@ class EngineState(Enum):
     RESTARTING = "restarting"
     STOPPED = "stopped"
     DEAD = "dead"  # given up; the server exits with 70
+    LOST = "lost"  # on another machine, which cannot be reached
 
 
 _TROUBLE = {
@@ -390,6 +410,7 @@ _TROUBLE = {
     EngineState.RESTARTING: "engine restarting",
     EngineState.STOPPED: "engine stopped",
     EngineState.DEAD: "engine dead",
+    EngineState.LOST: "node lost",
 }
 
 _LOOK_SECONDS = 1.0  # between two looks at the spare

@@ -385,6 +385,11 @@ class EngineMetrics:
         self.pool.set(self._num_blocks)
         self._reset()
 
+    def resize(self, num_blocks: int) -> None:
+        """Engines have joined or left: their pools have so many blocks together."""
+        self._num_blocks = num_blocks
+        self.pool.set(num_blocks)
+
     def observe(self, stats: EngineStats, generated_tokens: int | None = None) -> None:
         """The engine's state changed. `generated_tokens`: tokens that the step sent; None takes its decode tokens."""
         if stats.blocks_total == 0:  # sent on behalf of an engine that has ended

@@ -81,6 +81,7 @@ class Metrics:
         self.observe_step = self._engine.observe  # once per step
         self.engine_restarted = self._engine.restarted
         self.replica_restarted = self._engine.restarts.inc  # of several, whose totals go on
+        self.resize = self._engine.resize
         self.replicas = ReplicaMetrics(values)
         self.replica_rows: Callable[[], Iterable[Row]] = tuple  # called at each scrape
         self._rejected = values.counter(

@@ -73,13 +73,14 @@ class ReplicaStatus(BaseModel):
     """One of several engines."""
 
     name: str
-    state: str  # starting, ready, restarting, stopped or dead
+    state: str  # starting, ready, restarting, stopped, dead, or lost: a node that cannot be reached
     draining: bool
     streams: int  # unfinished requests
     prompt_tokens_ahead: int  # of those without an output from this engine
     restarts: int
     numerics: str  # streams move among replicas that have this in common
-    pid: int | None  # of the engine's process
+    pid: int | None  # of the engine's process, on its machine
+    why: str  # why it does not serve; empty: it does
 
 
 class ReplicaList(BaseModel):
@@ -88,7 +89,7 @@ class ReplicaList(BaseModel):
     replicas: list[ReplicaStatus]
 
 
-ReplicaName = Annotated[str, Path(max_length=8, description="the replica's number, from 0")]
+ReplicaName = Annotated[str, Path(max_length=280, description="the replica's number, from 0, or the node's address")]
 _NO_REPLICA: dict[int | str, dict[str, Any]] = {NotRemembered.status: error_response(NotRemembered)}
 Order = Annotated[AbortOrder, json_body(AbortOrder)]
 _NOT_READY: dict[int | str, dict[str, Any]] = {NotReady.status: error_response(NotReady)}

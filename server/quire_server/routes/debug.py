@@ -24,7 +24,9 @@ _NOT_KNOWN: dict[int | str, dict[str, Any]] = {**_NOT_READY, NotRemembered.statu
 
 router = APIRouter(prefix="/debug", tags=["debug"])
 
-ReplicaName = Annotated[str, Query(max_length=8, description="one of several replicas, by its number; else the first")]
+ReplicaName = Annotated[
+    str, Query(max_length=280, description="one of several replicas, by its number or address; else the first")
+]
 RequestId = Annotated[str, Path(max_length=256, description="x-request-id, a reply's id, or the engine's own")]
 Number = Annotated[int, Query(ge=0, le=2**53)]
 

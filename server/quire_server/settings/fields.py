@@ -34,7 +34,7 @@ from quire_server.settings.sources import (
 )
 from quire_server.settings.vllm import read_settings_file
 
-GROUPS = ("Model", "Memory", "Scheduling", "Listening", "Limits", "Streaming", "Lifetime", "Observing")
+GROUPS = ("Model", "Memory", "Scheduling", "Listening", "Limits", "Streaming", "Lifetime", "Nodes", "Observing")
 
 
 class Settings(ServerFields, EngineFields, BaseSettings):
@@ -79,6 +79,10 @@ class Settings(ServerFields, EngineFields, BaseSettings):
             raise ValueError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile, else nothing is encrypted")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs: whose certificates of clients are good")
+        if self.engines and self.replicas > 1:
+            raise ValueError(
+                "--engines and --replicas exclude each other: with nodes this server has no engine of its own"
+            )
         if self.lora_modules and not self.enable_lora:
             raise ValueError("--lora-modules needs --enable-lora")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:

@@ -120,6 +120,20 @@ class ServerFields(BaseModel):
         10.0, "Lifetime", "an engine that is silent for so long, or for five times its longest step, is replaced", "s"
     )
 
+    # -- Nodes
+    engines: Strings = option(
+        (), "Nodes", "nodes that compute instead of this server: HOST:PORT, or dns:NAME:PORT for all of a name"
+    )
+    listen: str | None = option(None, "Nodes", "of `quire engine`: HOST:PORT on which it serves fronts")
+    cluster_key_file: Path | None = option(
+        None, "Nodes", "file with the key that fronts and nodes share; needed beyond this machine"
+    )
+    engine_tls_cert: Path | None = option(
+        None, "Nodes", "certificate and its chain (PEM) for links between fronts and nodes; needed beyond this machine"
+    )
+    engine_tls_key: Path | None = option(None, "Nodes", "private key of --engine-tls-cert")
+    engine_tls_ca: Path | None = option(None, "Nodes", "certificates of those who sign for fronts and nodes")
+
     # -- Observing
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(synonym_of("log_level"))] = (
         option("info", "Observing", "least level logged")

@@ -11,16 +11,16 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from quire_engine.config import EngineConfig
+from quire_server.engine.local_replicas import LocalReplicas
 from quire_server.engine.replica_routing import Router
-from quire_server.engine.replicas import ReplicaSet
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import EngineState, Supervisor
 from support.supervising import FAKE, Client, expected, request, run
 
 
 @asynccontextmanager
-async def served(count: int = 2, model: str = "ok") -> AsyncIterator[tuple[ReplicaSet, Client]]:
-    together = ReplicaSet(
+async def served(count: int = 2, model: str = "ok") -> AsyncIterator[tuple[LocalReplicas, Client]]:
+    together = LocalReplicas(
         EngineConfig(model=model),
         RestartPolicy(first_backoff_seconds=0.01, absent_seconds=2.0, hang_seconds=60.0),
         count=count,
@@ -36,8 +36,8 @@ async def served(count: int = 2, model: str = "ok") -> AsyncIterator[tuple[Repli
         await together.stop()
 
 
-def pids(together: ReplicaSet) -> list[int]:
-    return [each.pid or 0 for each in together._supervisors.values()]
+def pids(together: LocalReplicas) -> list[int]:
+    return [each.pid or 0 for each in together._engines.values()]
 
 
 def test_streams_survive_kills_of_either_engine_with_identical_tokens() -> None:
@@ -89,7 +89,7 @@ def test_a_poison_request_ends_two_engines_and_its_mates_get_their_tokens() -> N
             for i in range(8):
                 assert client.tokens[f"r{i}", 0] == expected((i, 7), 200)
             async with asyncio.timeout(20):
-                while any(each.state is not EngineState.READY for each in together._supervisors.values()):  # noqa: ASYNC110
+                while any(each.state is not EngineState.READY for each in together._engines.values()):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             assert sum(row.restarts for row in together.rows()) == 2
 

@@ -1,0 +1,32 @@
+"""`quire engine`: a node, whose engine computes for servers on other machines; it imports little before its flags."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Protocol, cast
+
+from quire_server.flags import ENGINE, CommandLine, parse_command_line
+from quire_server.settings import SettingsError
+
+BAD_USAGE = 2
+
+
+class Running(Protocol):
+    """The heavy half of this command: `quire_server.node_launch`."""
+
+    def run(self, given: CommandLine) -> int:
+        """Serve fronts until a signal; the process's exit code."""
+        ...
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serve fronts until a signal; the process's exit code."""
+    try:
+        given = parse_command_line(argv, ENGINE)
+    except SettingsError as error:
+        for line in error.lines:
+            print(f"{ENGINE}: {line}", file=sys.stderr)
+        return BAD_USAGE
+    return cast(Running, import_module("quire_server.node_launch")).run(given)

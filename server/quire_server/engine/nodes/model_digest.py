@@ -1,0 +1,46 @@
+"""A name of a model's files that is the same on all machines, unlike that of their times and places on one disk.
+
+It covers names, sizes, configuration and tokenizer whole, and of the weights their headers and samples all over them:
+reading hundreds of gigabytes would take longer than loading them. Two models that were trained apart differ in it.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+
+_WHOLE = ("config.json",)
+_WEIGHTS = ("*.safetensors", "*.gguf")
+_HEAD_BYTES = 1 << 20  # where the names, types and shapes of the tensors are
+_SAMPLES, _SAMPLE_BYTES = 512, 1024  # of a file of weights, at even distances
+
+
+def model_digest(folder: Path) -> str:
+    """64 hexadecimal digits. Raises OSError for files that cannot be read."""
+    digest = sha256()
+    for name in _WHOLE:
+        digest.update(_of_whole(folder / name))
+    for file in sorted(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as weights:
+            digest.update(weights.read(_HEAD_BYTES))
+            for sample in range(_SAMPLES + 1):
+                weights.seek(max(0, size - _SAMPLE_BYTES) * sample // _SAMPLES)
+                digest.update(weights.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """Of the file that says how text becomes tokens; empty where there is none."""
+    file = folder / "tokenizer.json"
+    return sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+
+
+def numerics_name(arithmetic: str, model: str) -> str:
+    """The name of what bits depend on: `EnginePlan.arithmetic`, and the model by its digest."""
+    return sha256(f"{arithmetic} {model}".encode()).hexdigest()
+
+
+def _of_whole(file: Path) -> bytes:
+    return sha256(file.read_bytes()).digest() if file.is_file() else b""

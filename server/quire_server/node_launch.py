@@ -1,0 +1,119 @@
+"""Runs `quire engine`: one supervised engine that serves fronts, from its first process to its last.
+
+The exit codes are those of `quire serve`. Promises: fronts learn of a stop before anything ends, so that their streams
+go on elsewhere; streams that no other node can take get the drain timeout. Must not know: text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quire_engine.config import EngineConfig, EnginePlan
+from quire_engine.errors import ConfigError
+from quire_engine.memory_plan import plan_text
+from quire_engine.quality_store import quality_text
+from quire_server.checkpoint.locate import localized
+from quire_server.engine.local_replicas import ALIVE_SECONDS
+from quire_server.engine.nodes.addresses import is_numeric, parse_address
+from quire_server.engine.nodes.model_digest import model_digest, numerics_name, tokenizer_digest
+from quire_server.engine.nodes.node import Node
+from quire_server.engine.nodes.security import is_loopback
+from quire_server.engine.supervisor import Supervisor
+from quire_server.flags import ENGINE, CommandLine
+from quire_server.http.event_loop import loop_factory
+from quire_server.launch import (
+    CRASH_LOOP,
+    DONE,
+    Stop,
+    restart_policy,
+    run_program,
+    security_of,
+    show_plan,
+    stop_signals,
+)
+from quire_server.logs import Output
+from quire_server.settings import Settings
+
+log = logging.getLogger("quire")
+
+
+def run(given: CommandLine) -> int:
+    """Serve fronts until a signal; the process's exit code."""
+    return run_program(ENGINE, given, _run)
+
+
+def _run(settings: Settings, output: Output) -> int:
+    address = parse_address(settings.listen or "", "--listen")
+    if is_numeric(address.host):
+        security_of(settings).check_reach(f"--listen {address}", [address.host])
+    if settings.faults and not is_loopback(address.host):
+        raise ConfigError("--enable-fault-injection lets fronts break the engine: set --listen 127.0.0.1:PORT")
+    settings = localized(settings)
+    if settings.dry_run:
+        return show_plan(settings)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(_serve(settings, output))
+
+
+async def _serve(settings: Settings, output: Output) -> int:
+    with stop_signals() as stop:
+        policy = restart_policy(settings, tells_alive=True)
+        engine = Supervisor(node_config(settings), policy, stderr=output.for_children)
+        tokenizer = await asyncio.to_thread(tokenizer_digest, Path(settings.tokenizer or settings.model_path))
+        node = Node(engine, security_of(settings), silence_seconds=settings.replica_silence, tokenizer=tokenizer)
+        starting = asyncio.create_task(engine.start())
+        try:
+            where = await node.listen(parse_address(settings.listen or "", "--listen"))
+            log.info("a node listens on %s; fronts wait until the model is loaded", ", ".join(map(str, where)))
+            digest = await asyncio.to_thread(model_digest, settings.model_path)
+            await _first(starting, stop.asked)
+            if not starting.done():
+                return DONE
+            node.started(_named(starting.result(), digest))
+            _greet(starting.result())
+            await _first(stop.asked, engine.dead)
+            if not engine.dead.done():
+                await _wind_up(node, settings, stop)
+            return CRASH_LOOP if engine.dead.done() else DONE
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await node.close()
+            await engine.stop()
+
+
+async def _first(*futures: asyncio.Future[Any], seconds: float | None = None) -> None:
+    await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+
+
+def node_config(settings: Settings) -> EngineConfig:
+    """The configuration of a node's engine: it tells which prompts it has cached, and that it lives."""
+    return replace(settings.engine_config(), tells_prefixes=True, alive_seconds=ALIVE_SECONDS)
+
+
+def _named(plan: EnginePlan, digest: str) -> EnginePlan:
+    """The plan with names of checkpoint and numerics that are the same on all machines."""
+    return replace(plan, checkpoint=digest, numerics=numerics_name(plan.arithmetic, digest))
+
+
+def _greet(plan: EnginePlan) -> None:
+    for line in plan_text(plan, quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)).splitlines():
+        log.info("%s", line)
+    log.info("the node is ready: `quire serve --engines` with its address takes requests for it")
+
+
+async def _wind_up(node: Node, settings: Settings, stop: Stop) -> None:
+    """Hand the streams back to the fronts; what no other node takes may finish until the drain timeout."""
+    log.info("draining %d requests of %d fronts for up to %g s; Ctrl-C again to stop now", node.num_live,
+             node.num_fronts, settings.drain_timeout)  # fmt: skip
+    node.drain()
+    idle = asyncio.create_task(node.empty())
+    await _first(idle, stop.insisted, seconds=settings.drain_timeout)
+    if not idle.done():
+        log.warning("ending with %d requests that have not finished", node.num_live)
+    idle.cancel()
+    await asyncio.gather(idle, return_exceptions=True)

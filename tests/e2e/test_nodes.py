@@ -1,0 +1,157 @@
+"""`quire serve --engines`: nodes are killed, stopped and replaced under mixed streams, and no client sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+
+from e2e.served import Served
+from e2e.served_node import ServedNode
+from replicas.__main__ import FLAGS, cpu_variant, replicas
+from replicas.streams import Said, differences, reached, streams
+
+pytestmark = pytest.mark.e2e
+
+NUM_STREAMS = 72
+OF_NODES = ("--max-model-len", "1024", "--kv-memory", "24MiB", "--replica-silence", "5", "--no-packed-cache")
+OF_FRONTS = FLAGS[2:]
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[list[Said], tuple[str, ...]]:
+    """What the streams are with one engine, and the flags for the same bits."""
+    with Served(*FLAGS) as server:
+        return asyncio.run(streams(server.url, NUM_STREAMS)), cpu_variant(server)
+
+
+@pytest.fixture(scope="module")
+def nodes(alone: tuple[list[Said], tuple[str, ...]]) -> Iterator[list[ServedNode]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(ServedNode(*OF_NODES, *alone[1])) for _ in range(2)]
+
+
+@pytest.fixture
+def server(nodes: list[ServedNode]) -> Iterator[Served]:
+    for node in nodes:
+        if node.process.poll() is not None:
+            node.start()
+    with Served("--engines", ",".join(node.address for node in nodes), *OF_FRONTS, "--replica-silence", "5") as front:
+        ready(front, 2)
+        yield front
+
+
+def ready(server: Served, count: int) -> None:
+    """Wait until so many nodes serve."""
+    deadline = time.monotonic() + 60
+    while sum(row["state"] == "ready" for row in replicas(server)) != count:
+        assert time.monotonic() < deadline, replicas(server)
+        time.sleep(0.05)
+
+
+def test_a_killed_node_is_not_seen_by_any_client(server: Served, nodes: list[ServedNode], alone: Any) -> None:
+    async def kill(share: Callable[[], float]) -> None:
+        await reached(share, 0.3)
+        nodes[0].process.kill()
+        nodes[0].process.wait()
+
+    got = asyncio.run(streams(server.url, NUM_STREAMS, kill))
+    assert not differences(alone[0], got)
+    assert server.metric("quire_streams_moved_total") > 0
+    assert server.metric("quire_replica_up") == 1
+    (lost,) = (row for row in replicas(server) if row["state"] != "ready")
+    assert (lost["name"], lost["state"], lost["pid"]) == (nodes[0].address, "lost", None)
+    assert lost["why"]
+    nodes[0].start()
+    ready(server, 2)
+    server.wait_idle(10)
+
+
+def test_nodes_are_replaced_one_after_the_other_under_load(server: Served, nodes: list[ServedNode], alone: Any) -> None:
+    async def roll(share: Callable[[], float]) -> None:
+        await reached(share, 0.15)
+        for node in nodes:
+            assert await asyncio.to_thread(node.stop) == 0
+            await asyncio.to_thread(node.start)
+            await asyncio.to_thread(ready, server, 2)
+
+    got = asyncio.run(streams(server.url, NUM_STREAMS, roll))
+    assert not differences(alone[0], got)
+    assert server.metric("quire_streams_moved_total") > 0
+    ready(server, 2)
+
+
+def test_a_stopped_node_is_given_up_and_two_fronts_share_the_nodes(
+    server: Served, nodes: list[ServedNode], alone: Any
+) -> None:
+    async def both(second: Served) -> tuple[list[Said], list[Said]]:
+        async def stop(share: Callable[[], float]) -> None:
+            await reached(share, 0.3)
+            nodes[1].process.send_signal(signal.SIGSTOP)
+
+        half = NUM_STREAMS // 2
+        return await asyncio.gather(streams(server.url, half, stop), streams(second.url, half))
+
+    addresses = ",".join(node.address for node in nodes)
+    with Served("--engines", addresses, *OF_FRONTS, "--replica-silence", "5") as second:
+        try:
+            for got in asyncio.run(both(second)):
+                assert not differences(alone[0][: len(got)], got)
+        finally:
+            nodes[1].process.send_signal(signal.SIGCONT)
+        assert "no sign of life" in server.log()
+        ready(server, 2)
+        ready(second, 2)
+
+
+def test_health_questions_and_orders_go_to_nodes(server: Served, nodes: list[ServedNode]) -> None:
+    rows = replicas(server)
+    assert [row["name"] for row in rows] == [node.address for node in nodes]
+    assert len({row["numerics"] for row in rows}) == 1
+    assert all(row["pid"] and row["pid"] != node.process.pid for row, node in zip(rows, nodes, strict=True))
+    assert server.metric("quire_kv_pool_blocks") == server.metric("quire_kv_blocks")
+    name = rows[1]["name"]
+    with httpx.Client(base_url=server.url, timeout=30) as http:
+        body = {"prompt": "Once upon a time", "max_tokens": 4}
+        assert http.post("/v1/completions", json=body, headers={"x-request-id": "q"}).status_code == 200
+        assert http.get("/debug/requests/q").json()["requests"][0]["replica"] in {row["name"] for row in rows}
+        assert http.get("/debug/kv/audit", params={"replica": name}).json()["clean"] is True
+        assert http.post("/admin/reset-prefix-cache").status_code == 200
+        assert http.post(f"/admin/replicas/{name}/drain").json()["draining"] is True
+        assert http.delete(f"/admin/replicas/{name}/drain").json()["draining"] is False
+        os.kill(rows[0]["pid"], signal.SIGKILL)
+        assert http.get("/health/ready").status_code == 200
+        assert http.post("/v1/completions", json=body).status_code == 200
+        ready(server, 2)
+        assert server.metric("quire_engine_restarts_total") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (("engine", "--listen", "0.0.0.0:9000"), "quire engine: --listen 0.0.0.0:9000 is beyond this machine"),
+        (("engine",), "quire engine: --listen is missing"),
+        (("engine", "--listen", "127.0.0.1:0", "--port", "8000"), "quire engine: --port is a front's"),
+        (("engine", "--listen", "9000"), "quire engine: --listen 9000: expected HOST:PORT"),
+        (("serve", "--engines", "10.0.0.7:9000"), "quire serve: --engines 10.0.0.7:9000 is beyond this machine"),
+        (("serve", "--engines", "127.0.0.1:9", "--kv-memory", "1GiB"), "quire serve: --kv-memory is the nodes'"),
+        (("serve", "--listen", "127.0.0.1:9"), "quire serve: --listen is of `quire engine`"),
+        (("serve", "--engines", "127.0.0.1:9", "--replicas", "2"), "exclude each other"),
+    ],
+)
+def test_what_cannot_be_is_one_line(argv: tuple[str, ...], line: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "quire_server.cli", *argv], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert line in done.stderr
+    assert len(done.stderr.splitlines()) == 1

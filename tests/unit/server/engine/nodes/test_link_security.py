@@ -1,0 +1,318 @@
+"""Who may connect to a node: keys, certificates made as the documents say, garbled bytes, idle peers, late nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from quire_engine.config import EngineConfig
+from quire_engine.errors import ConfigError
+from quire_engine.process.transport import Abort, Codec, Hold, encode_frame
+from quire_server.engine.nodes import node as node_module
+from quire_server.engine.nodes import remote_engine
+from quire_server.engine.nodes.addresses import Address
+from quire_server.engine.nodes.frames import FROM_FRONT, FROM_NODE
+from quire_server.engine.nodes.handshake import (
+    ANSWER_BYTES,
+    CHALLENGE_BYTES,
+    PROOF_BYTES,
+    FrontHandshake,
+    NodeHandshake,
+    Refused,
+    binding,
+)
+from quire_server.engine.nodes.link import Link
+from quire_server.engine.nodes.remote_engine import RemoteEngine
+from quire_server.engine.nodes.security import LinkSecurity, link_security
+from quire_server.engine.recovery import Quarantine
+from support.documents import section
+from support.nodes import Served, front, served_node
+from support.supervising import expected, request, run
+
+KEY = b"k" * 64
+NO_BINDING = binding(b"", b"")
+KEYED = LinkSecurity(key=KEY)
+
+
+def make_secrets(folder: Path) -> LinkSecurity:
+    """By the commands of docs/nodes.md."""
+    script = re.search(r"```sh\n(.*?)```", section("docs/nodes.md", "Two machines"), re.DOTALL)
+    assert script is not None
+    subprocess.run(["bash", "-euc", script[1]], cwd=folder, check=True, capture_output=True)
+    return link_security(
+        key_file=folder / "cluster.key", cert=folder / "peer.crt", key=folder / "peer.key", ca=folder / "ca.crt"
+    )
+
+
+@pytest.fixture(scope="module")
+def documented(tmp_path_factory: pytest.TempPathFactory) -> tuple[LinkSecurity, LinkSecurity]:
+    """The secrets of a cluster, and those of another one."""
+    return make_secrets(tmp_path_factory.mktemp("own")), make_secrets(tmp_path_factory.mktemp("other"))
+
+
+@asynccontextmanager
+async def decoding_counted(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[int]]:
+    """The kinds of the frames that the node has decoded."""
+    decoded: list[int] = []
+    plain = Codec.decode
+
+    def decode(self: Codec, kind: int, payload: bytes) -> object:
+        if self is FROM_FRONT:
+            decoded.append(kind)
+        return plain(self, kind, payload)
+
+    monkeypatch.setattr(Codec, "decode", decode)
+    yield decoded
+
+
+async def why_refused(node: Served, security: LinkSecurity) -> str:
+    """What a front says that connects with these secrets."""
+    engine = RemoteEngine(node.address, security, check=lambda _: "", quarantine=Quarantine())
+    engine.begin()
+    try:
+        async with asyncio.timeout(10):
+            while engine.why == "not connected yet":  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+    finally:
+        await engine.stop()
+    return engine.why
+
+
+def test_the_documents_secrets_open_a_node_and_others_do_not(
+    documented: tuple[LinkSecurity, LinkSecurity], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        remote_engine, "CONNECT_SECONDS", 1.0
+    )  # without TLS either side waits for the other's first word
+    own, other = documented
+    strangers = {
+        "another key": replace(own, key=other.key),
+        "no key": replace(own, key=b""),
+        "certificates of another authority": replace(other, key=own.key),
+        "no TLS": LinkSecurity(key=own.key),
+    }
+
+    async def body() -> None:
+        async with decoding_counted(monkeypatch) as decoded, served_node(security=own) as node:
+            pid = node.supervisor.pid
+            for what, secrets in strangers.items():
+                why = await why_refused(node, secrets)
+                assert why, what
+            assert "handshake failed" in await why_refused(node, strangers["another key"])
+            assert node.node.num_refused >= len(strangers)
+            assert decoded == []
+            assert node.node.num_fronts == 0
+            async with front([node.address], security=own) as (together, client):
+                together.submit(request("r", (1,), tokens=20))
+                await client.until(lambda: ("r", 0) in client.ends)
+                assert client.tokens["r", 0] == expected((1,), 20)
+            assert decoded
+            assert (node.supervisor.restarts, node.supervisor.pid) == (0, pid)
+
+    run(body)
+
+
+def test_a_front_does_not_speak_to_a_node_without_the_key(documented: tuple[LinkSecurity, LinkSecurity]) -> None:
+    async def body() -> None:
+        async with served_node(security=LinkSecurity()) as node:
+            assert await why_refused(node, KEYED)
+            assert await why_refused(node, documented[0])
+
+    run(body)
+
+
+async def garble(node: Served, count: int, seed: int) -> None:
+    """So many messages that prove nothing, each on a connection of its own."""
+    rng = random.Random(seed)
+    for number in range(count):
+        reader, writer = await asyncio.open_connection(node.address.host, node.address.port)
+        challenge = await reader.readexactly(CHALLENGE_BYTES)
+        answer = FrontHandshake(KEY, NO_BINDING).answer(challenge)
+        message = [
+            rng.randbytes(ANSWER_BYTES),
+            encode_frame(EngineConfig(model="x")),
+            answer[:CHALLENGE_BYTES] + rng.randbytes(PROOF_BYTES),
+            answer[: rng.randrange(ANSWER_BYTES)],
+            answer + b"\xff" * 64,  # more than the proof, before the node has proven itself
+            FrontHandshake(b"", NO_BINDING).answer(challenge),
+        ][number % 6]
+        writer.write(message)
+        if len(message) < ANSWER_BYTES:
+            writer.write_eof()
+        assert await reader.read(1) == b"", "nothing is said to who has proven nothing"
+        writer.close()
+
+
+def test_garbled_messages_are_refused_before_anything_is_decoded_and_leave_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body() -> None:
+        async with decoding_counted(monkeypatch) as decoded, served_node(security=KEYED) as node:
+            async with front([node.address], security=KEYED) as (together, client):
+                together.submit(request("r", (1,), tokens=900))
+                await garble(node, 60, seed=0)
+                decoded.clear()
+                process, tasks = psutil.Process(), len(asyncio.all_tasks())
+                handles = process.num_fds()
+                await asyncio.gather(*(garble(node, 90, seed=seed) for seed in range(1, 7)))
+                await asyncio.sleep(0.1)
+                assert set(decoded) <= {34}, "the pings of the front that belongs here"
+                assert node.node.num_refused >= 600
+                assert process.num_fds() <= handles + 2
+                assert len(asyncio.all_tasks()) <= tasks + 2
+                await client.until(lambda: ("r", 0) in client.ends)
+                assert client.tokens["r", 0] == expected((1,), 900)
+            assert node.supervisor.restarts == 0
+
+    run(body)
+
+
+def test_idle_peers_are_few_and_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "HANDSHAKE_SECONDS", 1.0)
+
+    async def body() -> None:
+        async with served_node(security=KEYED) as node, front([node.address], security=KEYED) as (together, client):
+            together.submit(request("r", (1,), tokens=500))
+            idle = [await asyncio.open_connection(node.address.host, node.address.port) for _ in range(80)]
+            await asyncio.sleep(0.2)
+            turned_away = [reader for reader, _ in idle if reader.at_eof()]
+            assert len(turned_away) == 80 - node_module.MOST_UNPROVEN
+            async with asyncio.timeout(5):
+                for reader, _ in idle:
+                    await reader.read()
+            for _, writer in idle:
+                writer.close()
+            await client.until(lambda: ("r", 0) in client.ends)
+            assert client.tokens["r", 0] == expected((1,), 500)
+
+    run(body)
+
+
+async def connected(node: Served) -> Link:
+    """A front that has proven itself, and may say anything."""
+    link = Link(reads=FROM_NODE, sends=FROM_FRONT)
+    await asyncio.get_running_loop().create_connection(lambda: link, node.address.host, node.address.port)
+    handshake = FrontHandshake(KEY, NO_BINDING)
+    link.write(handshake.answer(await link.exactly(CHALLENGE_BYTES)))
+    handshake.check(await link.exactly(PROOF_BYTES))
+    link.begin(lambda _: None)
+    return link
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        encode_frame(EngineConfig(model="x")),
+        b"\xff\xff\xff\xff\x02",
+        (8).to_bytes(4, "little") + b"\x02" + b"\xc1" * 8,
+        (1).to_bytes(4, "little") + b"\x63" + b"\x00",
+    ],
+    ids=["a frame of an engine's start", "a frame of 4 GiB", "no msgpack", "an unknown kind"],
+)
+def test_nonsense_of_a_front_ends_its_own_requests_and_nobody_elses(nonsense: bytes) -> None:
+    async def body() -> None:
+        async with served_node(security=KEYED) as node, front([node.address], security=KEYED) as (together, client):
+            together.submit(request("r", (1,), tokens=300))
+            bad = await connected(node)
+            bad.send(request("theirs", (2,), tokens=900))
+            await client.until(lambda: node.node.num_live == 2)
+            bad.write(nonsense)
+            async with asyncio.timeout(5):
+                await bad.lost
+            await client.until(lambda: ("r", 0) in client.ends)
+            assert client.tokens["r", 0] == expected((1,), 300)
+            assert (node.node.num_live, node.node.num_fronts, node.supervisor.restarts) == (0, 1, 0)
+
+    run(body)
+
+
+def test_a_front_cannot_touch_another_fronts_requests() -> None:
+    async def body() -> None:
+        async with served_node(security=KEYED) as node, front([node.address], security=KEYED) as (together, client):
+            together.submit(request("r", (1,), tokens=300))
+            await client.until(lambda: ("r", 0) in client.tokens)
+            other = await connected(node)
+            for frame in (Hold(request_id="r"), Abort(request_id="r"), request("r", (9,), tokens=5)):
+                other.send(frame)
+            await client.until(lambda: ("r", 0) in client.ends)
+            assert client.tokens["r", 0] == expected((1,), 300)
+            other.close()
+
+    run(body)
+
+
+def test_proofs_are_of_one_connection_and_one_side() -> None:
+    bound = binding(b"node", b"front")
+    node, front_side = NodeHandshake(KEY, bound), FrontHandshake(KEY, bound)
+    answer = front_side.answer(node.challenge)
+    front_side.check(node.answer(answer))
+    for other in (
+        NodeHandshake(KEY, bound),
+        NodeHandshake(KEY, binding(b"other", b"front")),
+        NodeHandshake(b"", bound),
+    ):
+        with pytest.raises(Refused, match="key"):
+            other.answer(answer)
+    with pytest.raises(Refused, match="key"):
+        front_side.check(answer[-PROOF_BYTES:])
+    with pytest.raises(Refused, match="no node of Quire"):
+        front_side.answer(b"HTTP/1.1 400 Bad Request".ljust(CHALLENGE_BYTES))
+    newer = node.challenge[:8] + (2).to_bytes(2, "big") + node.challenge[10:]
+    with pytest.raises(Refused, match="version 2 of the protocol, this one version 1"):
+        front_side.answer(newer)
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path, documented: tuple[LinkSecurity, LinkSecurity]) -> None:
+    key = tmp_path / "key"
+    key.write_text("short")
+    key.chmod(0o600)
+    with pytest.raises(ConfigError, match="it has 5 bytes, fewer than 32"):
+        link_security(key_file=key)
+    key.write_text("x" * 64)
+    key.chmod(0o644)
+    with pytest.raises(ConfigError, match="every user of this machine can read it"):
+        link_security(key_file=key)
+    with pytest.raises(ConfigError, match=r"--cluster-key-file .*gone: No such file"):
+        link_security(key_file=tmp_path / "gone")
+    with pytest.raises(ConfigError, match="belong together"):
+        link_security(cert=key)
+    with pytest.raises(ConfigError, match="--engine-tls-cert"):
+        link_security(cert=key, key=key, ca=key)
+
+
+def test_beyond_this_machine_both_secrets_are_needed(documented: tuple[LinkSecurity, LinkSecurity]) -> None:
+    own, _ = documented
+    for lacking, names in (
+        (LinkSecurity(), "--cluster-key-file and --engine-tls-cert"),
+        (LinkSecurity(key=KEY), "--engine-tls-cert"),
+        (replace(own, key=b""), "--cluster-key-file"),
+    ):
+        for host in ("10.0.0.7", "0.0.0.0", "::", "fd00::7"):
+            with pytest.raises(ConfigError, match=f"beyond this machine.*set {names}") as caught:
+                lacking.check_reach("--listen", [host])
+            assert "\n" not in str(caught.value)
+        lacking.check_reach("--listen", ["127.0.0.1", "::1"])
+    own.check_reach("--listen", ["0.0.0.0"])
+
+
+def test_a_node_does_not_listen_beyond_this_machine_without_secrets() -> None:
+    async def body() -> None:
+        with pytest.raises(ConfigError, match=r"--listen 0\.0\.0\.0:0 is beyond this machine"):
+            async with served_node() as node:
+                await node.node.listen(Address("0.0.0.0", 0))
+        assert "beyond this machine" in await why_refused(_Nowhere(), LinkSecurity())
+
+    run(body)
+
+
+class _Nowhere:
+    address = Address("192.0.2.1", 9)
