@@ -584,8 +584,7 @@ def _why_no_text(model: ModelFacts) -> str:
 
 
 def _stored_as(model: ModelFacts) -> str:
-    form = model.quantisation if isinstance(model, ModelConfig) else None
-    return "" if form is None else str(form)
+    return "" if model.quantisation is None else str(model.quantisation)
 
 
 def _for_whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig:

@@ -24,7 +24,8 @@ namespace quire {
 struct Context;
 
 // One op of a layer program. The rows that ops read and write: x, the residual stream; wide, the last projection from
-// x; q, the rotated queries; mixed, attention's output; y, a projection that is normed before it is added to x.
+// x; q, the rotated queries; mixed, attention's output; y, a projection that is normed before it is added to x; held, a
+// sum of such, which is normed again.
 enum class LayerOpKind : int32_t {
   kNormLinear = 0,    // wide = weight of the normed x; a gate-up pair with its activation
   kRopeWrite = 1,     // q from wide; keys and values to the pool
@@ -37,6 +38,10 @@ enum class LayerOpKind : int32_t {
   kNormAdd = 8,       // x = (x + the normed y) * scale
   kAddExperts = 9,    // x += scale * the experts of the normed x
   kMixExperts = 10,   // y = the experts of the normed x
+  kGateWide = 12,     // wide *= sigmoid(the one value that weight gives for the normed x)
+  kNormHold = 13,     // held = the normed y
+  kNormHoldAdd = 14,  // held += the normed y
+  kAddHeld = 15,      // x = (x + the normed held) * scale
 };
 
 struct LayerOp {
@@ -129,6 +134,10 @@ QUIRE_API int32_t quire_mix_experts(Context* context, const Routing* routing, co
 // expert's adds nothing.
 QUIRE_API int32_t quire_given_experts(Context* context, const Experts* experts, const bf16* x, int64_t m, int64_t top_k,
                                       const int64_t* index, const float* weights, bf16* out);
+
+// wide [m, columns] *= sigmoid(w of x [m, w->columns] bf16, normed or not), where w has one row.
+QUIRE_API int32_t quire_gate_rows(Context* context, const Linear* w, const bf16* x, int64_t m, const Norm* norm,
+                                  int64_t columns, bf16* wide);
 
 // qkv [rows, (num_heads + 2 num_kv_heads) * head_dim] bf16, rope [rope_rows, head_dim] (cosines, then sines)
 // -> q [rows, num_heads, head_dim] bf16. Keys and values go to the rows' slots.

@@ -170,9 +170,12 @@ class Routing:
     """How a row's experts are chosen, and what they weigh.
 
     The scores s are the softmax of a row's logits z, or their sigmoid. The `top_k` experts with the largest s +
-    selection_bias are chosen, or without such a bias those with the largest z; of equals the lower index. They weigh s,
-    divided by its sum over the chosen where `normalised`, times `scale`; all of it in float32. A softmax of the chosen
-    logits alone is the normalised one of all.
+    selection_bias are chosen, or without such a bias and without groups those with the largest z; of equals the lower
+    index. With groups only the experts of `kept_groups` of them can be: of those whose `best_of_group` largest values
+    have the largest sum, of equals the lower (DeepSeek-V3, arXiv:2412.19437; with one value DeepSeek-V2,
+    arXiv:2405.04434). The chosen weigh s, divided where `normalised` by its sum over them, which is added up in the
+    order of their ranks, is at least `least_sum`, and to which `epsilon` is added; times `scale`, times the expert's
+    own scale; all of it in float32. A softmax of the chosen logits alone is the normalised one of all.
     """
 
     weight: LinearWeight  # H -> E, from `pack_router`
@@ -181,6 +184,30 @@ class Routing:
     normalised: bool = True
     scale: float = 1.0
     selection_bias: Tensor | None = None  # [E] float32
+    groups: int = 1  # of experts that follow each other, equally many in each
+    kept_groups: int = 1
+    best_of_group: int = 2
+    least_sum: float = 0.0
+    epsilon: float = 0.0
+    expert_scales: Tensor | None = None  # [E] float32
+    norm: Norm | None = None  # of the router's own rows; None: it reads those that the experts read
+
+    def check(self, count: int) -> None:
+        """ValueError unless `count` experts can be chosen from so."""
+        if not 0 < self.top_k <= count:
+            raise ValueError(f"{self.top_k} of {count} experts cannot be chosen")
+        size = count // max(1, self.groups)
+        if self.groups < 1 or size * self.groups != count or not 0 < self.kept_groups <= self.groups:
+            raise ValueError(f"{self.kept_groups} of {self.groups} groups of {count} experts cannot be kept")
+        if self.groups > 1 and not 0 < self.best_of_group <= min(2, size):
+            raise ValueError(f"the best {self.best_of_group} of a group of {size} experts cannot be added up")
+        if self.top_k > self.kept_groups * size:
+            raise ValueError(f"{self.top_k} experts are not in {self.kept_groups} groups of {size}")
+        for name, values in (("selection bias", self.selection_bias), ("experts' scales", self.expert_scales)):
+            if values is not None and (
+                values.dtype is not torch.float32 or values.shape != (count,) or not values.is_contiguous()
+            ):
+                raise ValueError(f"the {name} must be contiguous float32 [{count}]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +226,7 @@ class ExpertMatrices:
 
 # The ops of a layer as records, in the order of a program. Every interpreter has the same few buffers: x [T, H], the
 # residual stream; wide, the last projection from x; q, the rotated queries; mixed, attention's output; y [T, H], a
-# projection that is normed before it is added.
+# projection that is normed before it is added; held [T, H], the sum of such, which is normed again.
 Source = Literal["mixed", "wide"]
 
 
@@ -347,11 +374,28 @@ class Project:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GateWide:
+    """wide = wide * sigmoid(the one value that `weight` gives for the normed x): the gate of an expert of all rows."""
+
+    norm: Norm | None
+    weight: LinearWeight  # H -> 1, from `pack_router`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormHold:
+    """held = the normed y; with `adds`, held + that."""
+
+    norm: Norm
+    adds: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NormAdd:
-    """x = (x + the normed y) * scale."""
+    """x = (x + the normed `source`) * scale."""
 
     norm: Norm
     scale: float = 1.0
+    source: Literal["y", "held"] = "y"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,7 +409,19 @@ class MixExperts:
     to: Literal["x", "y"] = "x"
 
 
-LayerOp = NormLinear | NormGateUp | RopeWrite | KeepSampled | Attend | LinearAdd | Project | NormAdd | MixExperts
+LayerOp = (
+    NormLinear
+    | NormGateUp
+    | RopeWrite
+    | KeepSampled
+    | Attend
+    | LinearAdd
+    | Project
+    | NormAdd
+    | MixExperts
+    | GateWide
+    | NormHold
+)
 
 
 class BoundLayers(Protocol):
@@ -439,6 +495,9 @@ class KernelSet:
         sum alone, without the scale. The router's logits are float32.
     given_experts(x [T, H], index [T, k] int64, weights [T, k] float32, experts) -> [T, H]
         The sum of experts chosen elsewhere; an index that is no expert's adds nothing.
+    gate_rows(x [T, H], norm, w, wide [T, N]) -> [T, N]
+        wide * sigmoid(w of the normed x), one float32 value a row; rounded once. May reuse wide's memory. `w` from
+        `pack_router`.
     attention_scratch(num_sequences, max_context_len, num_heads, head_dim) -> int, or None
         Maximum size in bytes of an attention call's temporary memory, for the memory plan. None: negligible next to a
         step's activations.
@@ -497,6 +556,7 @@ class KernelSet:
     pack_router: Callable[[Tensor, Tensor | None], LinearWeight] | None = None
     mix_experts: Callable[[Tensor, Norm | None, Routing, ExpertMatrices, float, Tensor | None], Tensor] | None = None
     given_experts: Callable[[Tensor, Tensor, Tensor, ExpertMatrices], Tensor] | None = None
+    gate_rows: Callable[[Tensor, Norm | None, LinearWeight, Tensor], Tensor] | None = None
     choose: Callable[[Tensor, ChoiceRows], tuple[Tensor, Tensor, Tensor]] | None = None
     attention_scratch: Callable[[int, int, int, int], int] | None = None
     copy_blocks: Callable[[Tensor, Sequence[tuple[int, int]]], None] | None = None

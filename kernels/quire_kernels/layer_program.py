@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from quire_kernels.kernel_set import (
     AdaptedOps,
     Addend,
     Attend,
+    GateWide,
     GroupedInput,
     KeepSampled,
     KernelSet,
@@ -23,6 +25,7 @@ from quire_kernels.kernel_set import (
     Norm,
     NormAdd,
     NormGateUp,
+    NormHold,
     NormLinear,
     Project,
     RopeWrite,
@@ -37,11 +40,11 @@ def matrices(program: Iterable[LayerOp]) -> Iterator[LinearWeight]:
     for op in program:
         if isinstance(op, MixExperts):
             yield from (op.routing.weight, op.experts.gate_up, op.experts.down)
-        elif isinstance(op, NormLinear | NormGateUp | LinearAdd | Project):
+        elif isinstance(op, NormLinear | NormGateUp | LinearAdd | Project | GateWide):
             yield op.weight
 
 
-def run_layers(  # noqa: PLR0917 - called as `BoundLayers` is
+def run_layers(  # noqa: PLR0912, PLR0917 - a branch for each op; called as `BoundLayers` is
     ops: KernelSet,
     program: Sequence[LayerOp],
     x: Tensor,
@@ -51,7 +54,7 @@ def run_layers(  # noqa: PLR0917 - called as `BoundLayers` is
 ) -> Tensor:
     """x [T, H], the parts of the pool -> the sample rows [S, H] after all layers. May reuse x's memory."""
     rows: GroupedInput = step
-    q = y = x
+    q = y = held = x
     source: dict[Source, Tensor] = {}
     for op in program:
         match op:
@@ -78,11 +81,16 @@ def run_layers(  # noqa: PLR0917 - called as `BoundLayers` is
             case Project():
                 y = _norm_linear(ops, source[op.source], None, op, adapters)  # [T, H]
             case NormAdd():
-                x = ops.norm_add(y, op.norm, x, op.scale)
+                x = ops.norm_add(y if op.source == "y" else held, op.norm, x, op.scale)
+            case NormHold():
+                held = ops.norm_add(y, op.norm, held if op.adds else torch.zeros_like(y), 1.0)
             case MixExperts():
                 assert ops.mix_experts is not None
                 mixed = ops.mix_experts(x, op.norm, op.routing, op.experts, op.scale, x if op.to == "x" else None)
                 x, y = (mixed, y) if op.to == "x" else (x, mixed)
+            case GateWide():
+                assert ops.gate_rows is not None
+                source["wide"] = ops.gate_rows(x, op.norm, op.weight, source["wide"])
     return x
 
 

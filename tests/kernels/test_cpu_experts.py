@@ -80,6 +80,56 @@ def test_rows_choose_and_weigh_as_the_reference(variant, scoring, normalised, bi
     assert ((found - wanted).abs() <= 1.01 * 2.0**-8 * wanted).all()
 
 
+# As families have them: DeepSeek-V3's groups by two experts, DeepSeek-V2's by one, Ernie's least sum, Gemma 4's scales.
+FORMS = {
+    "groups": {"scoring": "sigmoid", "groups": 10, "kept_groups": 3, "epsilon": 1e-20, "bias": True},
+    "groups by one": {"groups": 7, "kept_groups": 2, "best_of_group": 1, "normalised": False},
+    "least sum": {"least_sum": 0.75, "bias": True},
+    "scales": {"scales": True},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_routing_is_the_references(variant, form):
+    """Bitwise the same choice, and alone as among others."""
+    options = dict(FORMS[form])
+    random, count, hidden = torch.Generator().manual_seed(2), 70, 96
+    bias = 0.2 * torch.randn(count, generator=random) if options.pop("bias", False) else None
+    scales = 0.5 + torch.rand(count, generator=random) if options.pop("scales", False) else None
+    kernels, block = kernel_set(variant), random_block(count, hidden, 32)
+    block = replace(block, down=torch.zeros_like(block.down), down_bias=torch.eye(count, hidden).to(BF16))
+    routing, experts = packed(
+        kernels, block, top_k=6, scale=2.0, selection_bias=bias, expert_scales=scales, norm=_norm(hidden), **options
+    )
+    x = _rows(50, hidden)
+    index, weights = choose(kernels.logits(x, routing.norm, routing.weight), routing)
+    wanted = torch.zeros(50, hidden).scatter(1, index, weights)
+    mixed = kernels.mix_experts(x, None, routing, experts, 1.0, None)
+    found = mixed.float()
+    assert torch.equal(found > 0, wanted > 0)
+    assert ((found - wanted).abs() <= 1.01 * 2.0**-8 * wanted).all()
+    for first, last in ((0, 1), (3, 10), (49, 50)):
+        assert torch.equal(kernels.mix_experts(x[first:last], None, routing, experts, 1.0, None), mixed[first:last])
+
+
+@pytest.mark.parametrize("width", [40, 64, 2000])
+def test_a_gate_multiplies_rows(variant, width):
+    """As the reference to one rounding, and each row with the same bits alone."""
+    kernels, hidden = kernel_set(variant), 100
+    x, wide, weight, norm = _rows(37, hidden), _rows(37, width, seed=4), _rows(1, hidden, seed=5), _norm(hidden)
+    gate = kernels.pack_router(weight, None)
+    found = kernels.gate_rows(x, norm, gate, wide.clone())
+    truth = wide.double() * torch.sigmoid(kernels.logits(x, norm, gate).double())
+    assert ((found - truth).abs() <= 2.0**-8 * truth.abs()).all()
+    for first, last in ((0, 0), (0, 1), (5, 21), (36, 37)):
+        alone = kernels.gate_rows(x[first:last], norm, gate, wide[first:last].clone())
+        assert torch.equal(alone, found[first:last])
+    with pytest.raises(ValueError, match="has one output, not 2"):
+        kernels.gate_rows(x, norm, kernels.pack_router(weight.expand(2, -1).contiguous(), None), wide)
+    with pytest.raises(ValueError, match="37 rows cannot gate 3"):
+        kernels.gate_rows(x, norm, gate, wide[:3].clone())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_sum_is_that_of_single_products(variant, kind, shape):

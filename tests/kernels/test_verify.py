@@ -21,7 +21,7 @@ from quire_kernels.verify.checks import (
     other_heads,
     short_checks,
 )
-from quire_kernels.verify.experts import ExpertSizes
+from quire_kernels.verify.experts import ExpertSizes, RoutingForm
 from quire_kernels.verify.findings import Check, Outcome, Subject, close
 from quire_kernels.verify.heads import Heads
 from quire_kernels.verify.repair import Irreplaceable, without
@@ -199,6 +199,10 @@ EXPERTS = {
         lambda right: lambda *rest: right(*rest) * 1.1,
         lambda right: lambda x, *rest: spoiled(right(x, *rest), slice(6, None), 0.0),
     ],
+    "gate_rows": [
+        lambda right: lambda x, norm, w, wide: right(-x, norm, w, wide),
+        lambda right: lambda x, *rest: spoiled(right(x, *rest), (-1, -1)),
+    ],
     "given_experts": [
         lambda right: lambda x, index, weights, experts: right(x, index.flip(1), weights, experts),
         lambda right: lambda x, index, weights, experts: right(x, index, weights, replace(experts, activation="silu")),
@@ -215,6 +219,32 @@ def test_wrong_experts_are_found(op):
     assert not failures(short_checks(subject(), sizes))
     for change in EXPERTS[op]:
         assert {each.op for each in failures(short_checks(subject(changed(op, change)), sizes))} == {op}
+
+
+# A form of routing, and what a set may get wrong of it.
+ROUTED = [
+    ({"scoring": "sigmoid"}, {"scoring": "softmax"}),
+    ({"scoring": "sigmoid", "biased": True}, {"selection_bias": None}),
+    ({"scoring": "sigmoid", "groups": 4, "kept_groups": 2}, {"groups": 1, "kept_groups": 1}),
+    ({"scoring": "sigmoid", "groups": 4, "kept_groups": 2}, {"best_of_group": 1}),
+    ({"scaled": True}, {"expert_scales": None}),
+    ({"scaled": True}, {"scale": 1.0}),
+    ({"own_norm": True}, {"norm": None}),
+]
+
+
+@pytest.mark.parametrize(("form", "wrong"), ROUTED)
+def test_a_wrong_routing_is_found(form, wrong):
+    experts = ExpertSizes(count=32, top_k=3, hidden=64, inner=40, form=RoutingForm(**form))
+    sizes = replace(SIZES, experts=experts)
+    assert not failures(short_checks(subject(), sizes))
+
+    def mixing(right):
+        return lambda x, norm, routing, *rest: right(x, norm, replace(routing, **wrong), *rest)
+
+    assert {each.op for each in failures(short_checks(subject(changed("mix_experts", mixing)), sizes))} == {
+        "mix_experts"
+    }
 
 
 def test_an_attention_that_forgets_the_window_is_found():

@@ -101,6 +101,18 @@ def test_a_token_costs_the_experts_that_it_chooses():
     assert "of them for a token" not in plan_text(dense)
 
 
+@pytest.mark.parametrize(
+    ("family", "beside"),
+    [("qwen2_moe", 3 * 64 * 56 + 64), ("ernie4_5_moe", 3 * 64 * 80), ("gemma4_moe", 3 * 64 * 96)],
+)
+def test_every_token_costs_what_stands_beside_its_experts(family, beside):
+    """The last layer has 6 experts of 40, of which a token chooses 2."""
+    plan = resolve_plan(config(model=str(shared_checkpoint(family, dtype="bfloat16")), dtype="bfloat16"))
+    one, heads = 3 * 64 * 40, 4 * 32 if family == "gemma4_moe" else 64
+    assert plan.sampled_parameters == VOCAB_SIZE * 64 + heads * 64 + 6 * 64 + 2 * one + beside
+    assert (plan.experts, plan.experts_per_token) == (6, 2)
+
+
 def test_kv_memory_is_taken_at_its_word():
     plan = resolve_plan(config(kv_memory=50 << 20, max_num_seqs=1, max_model_len=16))
     assert plan.kv_bytes == 50 << 20

@@ -56,6 +56,18 @@ VARIANTS = {
     ),
     "mixtral window": ("mixtral", {"sliding_window": 37}),
     "olmoe normalised": ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
+    "qwen2_moe normalised, window": ("qwen2_moe", {"norm_topk_prob": True, **WINDOWED, "num_hidden_layers": 3}),
+    "glm4_moe plain": (
+        "glm4_moe",
+        {"norm_topk_prob": False, "n_group": 1, "topk_group": 1, "use_qk_norm": False, "attention_bias": True},
+    ),
+    "dots1 normalised": ("dots1", {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "attention_bias": True}),
+    "ernie4_5_moe by steps": (
+        "ernie4_5_moe",
+        {"num_hidden_layers": 5, "moe_layer_interval": 2, "moe_layer_end_index": 3},
+    ),
+    "ernie4_5_moe alone": ("ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_norm_min": 0.9}),
+    "flex_olmo normalised": ("flex_olmo", {"norm_topk_prob": True}),
     "gpt_oss without biases": ("gpt_oss", {"attention_bias": False}),
     "cohere biases": ("cohere", {"attention_bias": True}),
     "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from quire_engine.errors import ModelLoadError, NotNative
 from quire_engine.execution.models.config import load_model_config
+from quire_kernels.cpu.ops import cpu_kernel_set
+from quire_kernels.kernel_set import MixExperts
 from quire_kernels.reference import REFERENCE
 from support.checkpoints import make_model, shared_checkpoint, write_tokenizer
 from support.model_steps import Model, random_ids
-
-FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss")
 
 
 def _names(path: Path) -> set[str]:
@@ -34,14 +34,15 @@ def _changed(path: Path, tmp_path: Path, **options: object) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "glm4_moe", "ernie4_5_moe"])
 def test_experts_in_one_tensor_and_in_their_own_are_the_same(family, tmp_path):
     """As transformers keeps them in memory, and as checkpoints are published."""
     make_model(family).save_pretrained(tmp_path, save_original_format=False)
     write_tokenizer(tmp_path)
-    assert "model.layers.0.mlp.experts.gate_up_proj" in _names(tmp_path)
+    first = 1 if family in {"glm4_moe", "ernie4_5_moe"} else 0
+    assert f"model.layers.{first}.mlp.experts.gate_up_proj" in _names(tmp_path)
     apart = "block_sparse_moe.experts.3.w1.weight" if family == "mixtral" else "mlp.experts.3.gate_proj.weight"
-    assert f"model.layers.0.{apart}" in _names(shared_checkpoint(family))
+    assert f"model.layers.{first}.{apart}" in _names(shared_checkpoint(family))
     token_ids = random_ids(40)
     stacked, single = Model(tmp_path).logits(token_ids), Model(shared_checkpoint(family)).logits(token_ids)
     assert torch.equal(stacked, single)
@@ -74,6 +75,15 @@ def test_a_missing_expert_is_named(tmp_path):
         ("qwen3_moe", {"mlp_only_layers": "1"}, "mlp_only_layers must be a list of layers"),
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8 is not supported"),
+        ("glm4_moe", {"n_group": 3}, "n_group=3 does not divide 8 experts into groups of two or more"),
+        ("glm4_moe", {"n_group": 8}, "n_group=8 does not divide 8 experts into groups of two or more"),
+        ("glm4_moe", {"topk_group": 5}, "topk_group=5 cannot be more than the 4 groups"),
+        ("glm4_moe", {"topk_group": 1}, "topk_group=1 groups have fewer experts than the 3 of a token"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported for Glm4MoeForCausalLM"),
+        ("dots1", {"n_routed_experts": None}, "n_routed_experts is missing"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias=True is not supported for Ernie4_5_MoeForCausalLM"),
+        ("ernie4_5_moe", {"moe_layer_end_index": -2}, "moe_layer_end_index must be an integer from -1"),
+        ("gemma4_moe", {"num_experts": None}, "num_experts is missing"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported for GptOssForCausalLM"),
         ("gpt_oss", {"experts_per_token": 2}, "experts_per_token=2 is not supported"),
         ("mixtral", {"num_local_experts": 5000}, "num_local_experts must be an integer from 1 to 4096"),
@@ -84,9 +94,55 @@ def test_options_that_no_entry_computes_are_refused_by_name(family, options, mes
         load_model_config(_changed(shared_checkpoint(family), tmp_path, **options))
 
 
+def test_what_is_added_for_the_choice_stays_as_wide_as_it_is(tmp_path):
+    """In a model of 16 bits too, where a rounding could decide between two experts."""
+    path = _changed(shared_checkpoint("glm4_moe"), tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    values = tensors[name] + 2.0**-20
+    assert not torch.equal(values.bfloat16().float(), values)
+    save_file({**tensors, name: values}, path / "model.safetensors")
+    for kernels in (REFERENCE, cpu_kernel_set(1)):
+        model = Model(path, dtype=torch.bfloat16, kernels=kernels)
+        found = next(op for op in model.decoder._weights.program if isinstance(op, MixExperts))
+        assert torch.equal(found.routing.selection_bias, values)
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("glm4_moe", ("model.layers.2.eh_proj.weight", "model.layers.2.mlp.experts.0.up_proj.weight")),
+        ("ernie4_5_moe", ("model.mtp_linear_proj.0.weight", "model.mtp_block.0.mlp.up_proj.weight")),
+    ],
+)
+def test_layers_that_guess_further_tokens_are_left_out(family, more, tmp_path):
+    path = _changed(shared_checkpoint(family), tmp_path, num_nextn_predict_layers=1)
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {name: torch.ones(2, 2) for name in more}, path / "model.safetensors")
+    token_ids = random_ids(20)
+    assert torch.equal(Model(path).logits(token_ids), Model(shared_checkpoint(family)).logits(token_ids))
+    shutil.rmtree(path)
+    path = _changed(shared_checkpoint(family), tmp_path, num_nextn_predict_layers=0)
+    save_file(tensors | {more[0]: torch.ones(2, 2)}, path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=f"does not use: {more[0]}"):
+        Model(path)
+
+
+def test_a_head_that_is_stored_by_itself_has_its_experts(tmp_path):
+    """A model without its head was saved from below it, by names without their first part."""
+    path = _changed(shared_checkpoint("olmoe", tie_word_embeddings=True), tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    save_file({name.removeprefix("model."): value for name, value in tensors.items()}, path / "model.safetensors")
+    token_ids = random_ids(20)
+    whole = Model(shared_checkpoint("olmoe", tie_word_embeddings=True)).logits(token_ids)
+    assert torch.equal(Model(path).logits(token_ids), whole)
+
+
 def test_kernels_without_experts_refuse_the_model():
     with pytest.raises(ModelLoadError, match="MixtralForCausalLM: the reference kernels compute no experts"):
         Model(shared_checkpoint("mixtral"), kernels=replace(REFERENCE, pack_router=None))
+    with pytest.raises(ModelLoadError, match="Qwen2MoeForCausalLM: the reference kernels gate no rows"):
+        Model(shared_checkpoint("qwen2_moe"), kernels=replace(REFERENCE, gate_rows=None))
 
 
 def _in_mxfp4(path: Path, target: Path) -> tuple[Path, Path]:

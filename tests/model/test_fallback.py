@@ -159,7 +159,9 @@ def change(folder: Path, **options: object) -> None:
         ({"architectures": ["BertForMaskedLM"]}, "has no BertForMaskedLM"),
         ({"architectures": ["T5ForConditionalGeneration"]}, "has no T5"),
         ({"model_type": "nothing"}, "does not know model_type='nothing'"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: quant_method is missing"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "MXFP4 is not read for models that transformers"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "use a GPTQ or AWQ version of the model"),
         ({"hidden_size": "wide"}, "cannot read it"),
     ],
 )

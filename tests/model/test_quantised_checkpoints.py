@@ -18,6 +18,7 @@ from quire_engine.execution.models.weights import take_text
 from quire_engine.memory_plan import plan_text
 from quire_kernels.cpu.ops import cpu_kernel_set
 from quire_kernels.kernel_set import KernelSet, LinearAdd, NormGateUp, NormLinear
+from support.fallback_steps import FallbackSteps
 from support.limits import engine_config
 from support.model_steps import Model, random_ids
 from support.quantised import FORMS, make_quantised
@@ -49,7 +50,10 @@ def test_logits_are_those_of_the_numbers_in_the_clear(family: str, tmp_path: Pat
 
 
 # Groups of 40 columns have no form, and those of columns in the order of their activations lie apart.
-KEPT = ("gptq", "gptq in 8 bits", "awq", "W4A16", "W8A16", "W8A8", "FP8 of compressed-tensors", "fp8 by row")
+KEPT = (
+    *("gptq", "gptq in 8 bits", "awq", "W4A16", "W8A16", "W8A8", "FP8 of compressed-tensors", "fp8 by row"),
+    *("NVFP4", "MXFP4"),
+)
 DECODED = ("gptq in activation order", "fp8 by block", "W4A16 with zero points, in activation order")
 
 
@@ -116,6 +120,24 @@ def test_a_server_answers_as_with_the_numbers_in_the_clear(quantization: str, tm
         )
         replies.append((reply["choices"][0]["text"], reply["choices"][0]["logprobs"]))
     assert replies[0] == replies[1]
+
+
+@pytest.mark.parametrize(("name", "family"), [("gptq in activation order", "llama"), ("awq", "qwen3_moe")])
+def test_transformers_code_computes_the_numbers_in_the_clear(name: str, family: str, tmp_path: Path) -> None:
+    """Experts too, which are stacked once they are decoded; in bfloat16 what can stay as it is stored does."""
+    ids, schedule = {0: random_ids(20, vocab_size=200)}, [[(0, 13)], [(0, 7)]]
+    paths = make_quantised(tmp_path, FORMS[name], family)
+    plain = [FallbackSteps(path, kernels="reference").run(ids, schedule)[0] for path in paths]
+    assert torch.equal(*plain)
+    steps = [FallbackSteps(path, dtype="bfloat16", kernels="cpu") for path in paths]
+    kept = name == "awq"
+    assert (steps[0].model.packed_bytes or 0) < (steps[1].model.packed_bytes or 0) * (1 if kept else 1.01)
+    assert torch.equal(*[each.run(ids, schedule)[0] for each in steps]) != kept
+    found = steps[0].run(ids, schedule)[0]
+    assert torch.equal(found, steps[0].run(ids, [[(0, 1)]] * 20)[0])
+    assert (found - plain[0]).norm() < 0.05 * plain[0].norm()
+    plan = resolve_plan(engine_config(model=str(paths[0]), device="cpu", dtype="bfloat16", model_impl="transformers"))
+    assert f"kept as {'AWQ' if kept else 'GPTQ'}, 4 bits" in plan_text(plan)
 
 
 def test_the_plan_counts_the_numbers_and_not_the_words(tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ def test_every_format_that_a_set_has_is_checked(monkeypatch):
         {"embed", "pack_linear", "norm_linear", "norm_gate_up"},
     )
     products |= {"linear_add", "logits", "norm_add"}
-    experts = {"mix_experts", "given_experts"}  # of a model without them in the first set and the quantised ones alone
+    # Of a model without them in the first set and the quantised ones alone.
+    experts = {"mix_experts", "given_experts", "gate_rows"}
     found = chosen("auto", monkeypatch)
     assert found[("cpu", "bfloat16", "", "auto")] == pools | products | experts | {"greedy", "bind_layers"}
     for quantization in ("int8", "int4"):

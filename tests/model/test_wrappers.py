@@ -38,6 +38,17 @@ WRAPPERS = {
         "text": {"rope_parameters": MRoPE},
         "vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": []},
     },
+    "Qwen3VLMoe": {
+        "text": {
+            "rope_parameters": MRoPE,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "decoder_sparse_step": 2,
+        },
+        "vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": []},
+    },
 }
 
 
@@ -69,6 +80,19 @@ def test_texts_equal_the_whole_models(made):
             save_file({name.replace(old, new): value for name, value in stored.items()}, path / "model.safetensors")
         found = Model(path).logits(token_ids, 30)
         assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("made", ["Qwen3VLMoe"], indirect=True)
+def test_stacks_of_experts_may_lie_either_way(made):
+    """As transformers has them in memory and saves them, and as they are published."""
+    _, path = made
+    token_ids, file = random_ids(20, vocab_size=500), path / "model.safetensors"
+    saved = Model(path).logits(token_ids)
+    stored = load_file(file)
+    stacks = [name for name, value in stored.items() if value.dim() == 3 and ".experts." in name]
+    assert {stored[name].shape for name in stacks} == {(6, 80, 64), (6, 64, 40)}
+    save_file(stored | {name: stored[name].transpose(1, 2).contiguous() for name in stacks}, file)
+    assert torch.equal(Model(path).logits(token_ids), saved)
 
 
 @pytest.mark.parametrize("made", ["Gemma3"], indirect=True)

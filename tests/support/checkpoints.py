@@ -96,6 +96,48 @@ _FAMILY_SHAPE: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_local_experts": 4},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
+    "gemma4_moe": {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 37,
+        "layer_types": _BOTH,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 40,
+    },
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+    },
+    "glm4_moe": {
+        "head_dim": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "moe_intermediate_size": 40,
+        "use_qk_norm": True,
+    },
+    "dots1": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 40,
+        "first_k_dense_replace": 1,
+        "sliding_window": 37,
+        "max_window_layers": 1,
+    },
+    "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 40},
+    "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 2},
     "gpt_oss": {
         "head_dim": 16,
         "num_local_experts": 4,
@@ -130,6 +172,12 @@ _CLASSES = {
     "qwen3_moe": "Qwen3Moe",
     "mixtral": "Mixtral",
     "olmoe": "Olmoe",
+    "gemma4_moe": "Gemma4",
+    "qwen2_moe": "Qwen2Moe",
+    "glm4_moe": "Glm4Moe",
+    "dots1": "Dots1",
+    "ernie4_5_moe": "Ernie4_5_Moe",
+    "flex_olmo": "FlexOlmo",
     "gpt_oss": "GptOss",
 }
 
@@ -191,6 +239,8 @@ def make_model(
     for name, buffer in sorted(model.named_buffers()):
         if name.endswith("layer_scalar"):
             buffer.fill_(0.5 + torch.rand(1, generator=generator).item())
+        elif name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return model.to(getattr(torch, dtype)).eval()
 
 

@@ -133,6 +133,32 @@ def whole_bytes(rows: int, columns: int, random: np.random.Generator) -> tuple[P
     return {"weight": weight, "weight_scale": scale}, weight.float() * scale.float()
 
 
+def fp4(group: int, *, of_matrix: bool) -> Quantise:
+    """Of compressed-tensors. `of_matrix`: scales are e4m3 that a number of the matrix divides, else powers of two."""
+
+    def quantise(rows: int, columns: int, random: np.random.Generator) -> tuple[Parts, Tensor]:
+        codes = random.integers(0, 16, (rows, columns))
+        shape = (rows, columns // group)
+        parts = {"weight_packed": torch.from_numpy((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8))}
+        if of_matrix:
+            scale = torch.from_numpy(random.uniform(1.0, 400.0, shape).astype(np.float32)).to(torch.float8_e4m3fn)
+            whole = np.float32(random.uniform(4000.0, 9000.0))
+            parts |= {"weight_global_scale": torch.tensor([whole]), "input_global_scale": torch.tensor([1.0])}
+            factors = scale.float().numpy() / whole
+        else:
+            scale = torch.from_numpy(random.integers(119, 124, shape).astype(np.uint8))
+            factors = np.exp2(scale.numpy().astype(np.float32) - 127)
+        dense = np.empty((rows, columns), dtype=np.float32)
+        for column in range(columns):
+            low, sign = codes[:, column] & 7, np.where(codes[:, column] & 8, -1.0, 1.0)
+            exponent, fraction = low >> 1, low & 1
+            size = np.where(exponent == 0, fraction / 2, (1 + fraction / 2) * 2.0 ** (exponent - 1))
+            dense[:, column] = (sign * size).astype(np.float32) * factors[:, column // group]
+        return parts | {"weight_scale": scale}, torch.from_numpy(dense)
+
+    return quantise
+
+
 def _compressed(form: str, **weights: Any) -> dict[str, Any]:
     usual = {
         "num_bits": 8,
@@ -195,6 +221,21 @@ FORMS = {
     "W8A16": Form(_compressed("pack-quantized"), packed(8, -1, symmetric=True)),
     "W8A8": Form(_compressed("int-quantized"), whole_bytes),
     "FP8 of compressed-tensors": Form(_compressed("float-quantized", type="float"), fp8(None)),
+    "NVFP4": Form(
+        _compressed(
+            "nvfp4-pack-quantized",
+            num_bits=4,
+            type="float",
+            strategy="tensor_group",
+            group_size=16,
+            scale_dtype="torch.float8_e4m3fn",
+        ),
+        fp4(16, of_matrix=True),
+    ),
+    "MXFP4": Form(
+        _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+        fp4(32, of_matrix=False),
+    ),
     "fp8 by row": Form({"quant_method": "fp8", "activation_scheme": "static"}, fp8(None)),
 }
 

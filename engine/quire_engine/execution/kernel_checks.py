@@ -23,7 +23,7 @@ from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import ChoiceRows, KernelSet
 from quire_kernels.verify.attention import like_reference
 from quire_kernels.verify.checks import ModelSizes, short_checks
-from quire_kernels.verify.experts import ExpertSizes
+from quire_kernels.verify.experts import ExpertSizes, RoutingForm
 from quire_kernels.verify.findings import Check, Finding, Outcome, Subject, compared_alone, together
 from quire_kernels.verify.heads import Heads
 from quire_kernels.verify.repair import Irreplaceable, without
@@ -56,7 +56,16 @@ def model_sizes(model: ModelConfig, block_size: int) -> ModelSizes:
             hidden=model.hidden_size,
             inner=model.experts.inner,
             activation=model.activation,
-            biases=model.experts.biases,
+            biases=model.experts.entry.biases,
+            form=RoutingForm(
+                scoring=model.experts.entry.scoring,
+                normalised=model.experts.normalised,
+                biased=model.experts.entry.selection_bias,
+                groups=model.experts.groups,
+                kept_groups=model.experts.kept_groups,
+                scaled=model.experts.entry.own_norm or model.experts.scale != 1.0,
+                own_norm=model.experts.entry.own_norm,
+            ),
         )
     return ModelSizes(
         hidden=model.hidden_size,

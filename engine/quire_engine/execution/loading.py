@@ -16,11 +16,11 @@ import torch
 from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.checkpoint import StoredTensors
 from quire_engine.execution.models.config import ModelConfig
+from quire_engine.execution.models.matrix_parts import WeightSource
 from quire_engine.execution.models.served import Parts, ServedModel, SourceOf, Wanted
 from quire_engine.execution.models.weights import (
     CheckpointSource,
     ImageSource,
-    WeightSource,
     assemble,
     checked_checkpoint,
     decoder_of,

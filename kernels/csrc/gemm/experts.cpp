@@ -363,8 +363,9 @@ QUIRE_API int32_t quire_mix_experts(Context* context, const Routing* routing, co
     prepare_rows(*context, call, &arrays);
   });
   if (failed == 0) {
-    failed = quire_norm_linear(context, routing->weight, arrays.normed, m, nullptr, arrays.logits,
-                               Epilogue::kStoreFloat, nullptr, -1);
+    const bf16* own = routing->norm == nullptr ? arrays.normed : x;
+    failed = quire_norm_linear(context, routing->weight, own, m, routing->norm, arrays.logits, Epilogue::kStoreFloat,
+                               nullptr, -1);
   }
   if (failed != 0) return failed;
   return guarded(context, [&] {
@@ -390,6 +391,28 @@ QUIRE_API int32_t quire_given_experts(Context* context, const Experts* experts, 
     }
     std::copy(weights, weights + m * top_k, arrays.weights);
     multiply_and_sum(*context, call, &arrays, 1.0f, nullptr, out);
+  });
+}
+
+QUIRE_API int32_t quire_gate_rows(Context* context, const Linear* w, const bf16* x, int64_t m, const Norm* norm,
+                                  int64_t columns, bf16* wide) {
+  if (m == 0) return 0;
+  int32_t failed = guarded(context, [&] { context->experts.reserve(static_cast<size_t>(m) * sizeof(float)); });
+  if (failed != 0) return failed;
+  float* gates = reinterpret_cast<float*>(context->experts.data());
+  failed = quire_norm_linear(context, w, x, m, norm, gates, Epilogue::kStoreFloat, nullptr, -1);
+  if (failed != 0) return failed;
+  return guarded(context, [&] {
+    each_row(context->pool, m, columns, [&](int, int64_t row) {
+      const Vec gate = vdiv(vset(1.0f), vadd(vset(1.0f), vexp(vsub(vzero(), vset(gates[row])))));
+      bf16* values = wide + row * columns;
+      for (int64_t at = 0; at < columns; at += kLanes) {
+        bf16 lanes[kLanes];
+        vstore_bf16(lanes, vmul(load_row(values, at, columns), gate));
+        const auto live = static_cast<size_t>(std::min<int64_t>(kLanes, columns - at));
+        std::memcpy(values + at, lanes, live * sizeof(bf16));
+      }
+    });
   });
 }
 

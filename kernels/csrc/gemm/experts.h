@@ -6,20 +6,30 @@
 #include <cstdint>
 
 #include "gemm/gemm.h"
+#include "gemm/norm.h"
 #include "weights/linear.h"
 
 namespace quire {
 
 enum class Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
 
-// A row chooses the `top_k` experts whose score + selection_bias is largest, or without a bias whose logit is; of
-// equals the first. They weigh their scores, divided by the sum of the chosen ones where `normalised`, times `scale`.
+// A row chooses the `top_k` experts whose score + selection_bias is largest, or without a bias and groups whose logit
+// is; of equals the first. With more than one group only those of the `kept_groups` whose `best_of_group` (1 or 2)
+// largest values have the largest sum. They weigh their scores, divided where `normalised` by the sum of the chosen
+// ones, of at least `least_sum` and with `epsilon`, times `scale`, times the expert's own scale.
 struct Routing {
   const Linear* weight;         // columns -> experts
   const float* selection_bias;  // [experts], or null
+  const float* expert_scales;   // [experts], or null
+  const Norm* norm;             // of the router's own rows; null: it reads those that the experts read
   int32_t top_k;
   Scoring scoring;
+  int32_t groups;
+  int32_t kept_groups;
+  int32_t best_of_group;
   int32_t normalised;
+  float least_sum;
+  float epsilon;
   float scale;
 };
 
@@ -37,7 +47,8 @@ struct Experts {
 void route_row(const Routing& routing, const float* logits, int64_t count, float* scratch, int32_t* index,
                float* weights);
 
-// Whole vectors, and one copy of what decides.
-constexpr int64_t routing_floats(int64_t count) { return 2 * ((count + kLanes - 1) / kLanes * kLanes); }
+// Whole vectors, each for scores, what decides, the groups' sums and places.
+constexpr int64_t kRoutingParts = 4;
+constexpr int64_t routing_floats(int64_t count) { return kRoutingParts * ((count + kLanes - 1) / kLanes * kLanes); }
 
 }  // namespace quire

@@ -23,8 +23,8 @@ void keep_rows(bf16* x, int64_t width, const int64_t* chosen, int64_t count) {
 QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t count, const KvPool* pools,
                                const AttentionStep* steps, const AttentionStep* sampled, const int64_t* sample_rows,
                                const StepAdapters* adapters, bf16* x) {
-  int64_t widest = 0, heads = 0, hidden = 0;
-  bool projects = false;
+  int64_t widest = 0, heads = 0, hidden = 0, wide_columns = 0;
+  bool projects = false, holds = false;
   for (const LayerOp* op = ops; op != ops + count; ++op) {
     if (op->kind == LayerOpKind::kNormLinear) {
       hidden = op->weight->columns;
@@ -32,13 +32,15 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
     } else if (op->kind == LayerOpKind::kAttend) {
       heads = std::max<int64_t>(heads, int64_t{op->attention->num_heads} * op->attention->head_dim);
     }
-    projects = projects || op->kind == LayerOpKind::kNormAdd;
+    projects = projects || op->kind == LayerOpKind::kNormAdd || op->kind == LayerOpKind::kNormHold;
+    holds = holds || op->kind == LayerOpKind::kNormHold;
   }
   int64_t rows = steps->rows;
   const int64_t wide_bytes = aligned(rows * widest * 2), head_bytes = aligned(rows * heads * 2);
-  const int64_t y_bytes = projects ? aligned(rows * hidden * 2) : 0;
+  const int64_t y_bytes = projects ? aligned(rows * hidden * 2) : 0, held_bytes = holds ? y_bytes : 0;
   try {
-    context->between.reserve(static_cast<size_t>(wide_bytes + 2 * head_bytes + y_bytes + aligned(rows * 4)));
+    const int64_t bytes = wide_bytes + 2 * head_bytes + y_bytes + held_bytes + aligned(rows * 4);
+    context->between.reserve(static_cast<size_t>(bytes));
   } catch (const std::bad_alloc&) {
     return 1;
   }
@@ -46,6 +48,7 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
   bf16* q = reinterpret_cast<bf16*>(context->between.data() + wide_bytes);
   bf16* mixed = reinterpret_cast<bf16*>(context->between.data() + wide_bytes + head_bytes);
   bf16* y = reinterpret_cast<bf16*>(context->between.data() + wide_bytes + 2 * head_bytes);
+  bf16* held = y + y_bytes / 2;
 
   StepAdapters kept{};  // of the sample rows
   const auto added_at = [&](const LayerOp* op) { return op->site < 0 ? nullptr : adapters; };
@@ -55,6 +58,7 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
     switch (op->kind) {
       case LayerOpKind::kNormLinear:
         failed = quire_norm_linear(context, op->weight, x, rows, op->norm, wide, op->epilogue, added_at(op), op->site);
+        wide_columns = op->weight->gate_up ? op->weight->n / 2 : op->weight->n;
         break;
       case LayerOpKind::kRopeWrite:
         q_width = int64_t{op->attention->num_heads} * op->attention->head_dim;
@@ -69,7 +73,7 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
         keep_rows(x, hidden, sample_rows, rows);
         if (adapters != nullptr) {
           kept = *adapters;
-          int32_t* slots = reinterpret_cast<int32_t*>(y + y_bytes / 2);
+          int32_t* slots = reinterpret_cast<int32_t*>(held + held_bytes / 2);
           for (int64_t i = 0; i < rows; ++i) slots[i] = adapters->slots[sample_rows[i]];
           kept.slots = slots;
           adapters = &kept;
@@ -99,6 +103,14 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
       case LayerOpKind::kMixExperts:
         failed = quire_mix_experts(context, op->routing, op->experts, x, rows, op->norm, 1.0f, nullptr, y);
         break;
+      case LayerOpKind::kGateWide:
+        failed = quire_gate_rows(context, op->weight, x, rows, op->norm, wide_columns, wide);
+        break;
+      case LayerOpKind::kNormHold:
+        std::memset(held, 0, static_cast<size_t>(rows * hidden) * sizeof(bf16));
+        [[fallthrough]];
+      case LayerOpKind::kNormHoldAdd: failed = quire_norm_add(context, y, rows, hidden, op->norm, 1.0f, held); break;
+      case LayerOpKind::kAddHeld: failed = quire_norm_add(context, held, rows, hidden, op->norm, op->scale, x); break;
     }
   }
   return failed;

@@ -6,7 +6,7 @@ know: requests.
 
 from __future__ import annotations
 
-from ctypes import byref
+from ctypes import addressof, byref
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class ExpertOps:
         self._handle = context.handle
         self._mix = context.library.quire_mix_experts
         self._given = context.library.quire_given_experts
+        self._gate = context.library.quire_gate_rows
 
     def mix_experts(  # noqa: PLR0917 - the op's contract
         self,
@@ -83,26 +84,44 @@ class ExpertOps:
             raise MemoryError(f"mixing the experts of {rows} rows")
         return out
 
+    def gate_rows(self, x: Tensor, norm: Norm | None, w: PackedLinear, wide: Tensor) -> Tensor:
+        if w.gate_up or w.num_outputs != 1:
+            raise ValueError(f"a gate of rows has one output, not {w.num_outputs}")
+        x, width = rows_of(x, w.num_inputs), wide.shape[-1]
+        wide = rows_of(wide, width)
+        rows = len(x)
+        if len(wide) != rows:
+            raise ValueError(f"{rows} rows cannot gate {len(wide)}")
+        arguments = None if norm is None else byref(norm_args(norm, w.num_inputs))
+        if self._gate(self._handle, w.address, x.data_ptr(), rows, arguments, width, wide.data_ptr()):
+            raise MemoryError(f"gating {rows} rows")
+        return wide
+
 
 def routing_args(routing: Routing, experts: ExpertMatrices, width: int) -> RoutingArgs:
     """The routing of rows of `width` for C++; the tensors are the caller's to keep."""
-    weight, bias = routing.weight, routing.selection_bias
+    routing.check(experts.count)
+    weight, bias, scales = routing.weight, routing.selection_bias, routing.expert_scales
     if (weight.num_inputs, weight.num_outputs, weight.gate_up) != (width, experts.count, False):
         raise ValueError(f"the router must map {width} values to {experts.count} experts")
-    if not 0 < routing.top_k <= experts.count:
-        raise ValueError(f"{routing.top_k} of {experts.count} experts cannot be chosen")
-    if bias is not None and (
-        bias.dtype is not torch.float32 or bias.shape != (experts.count,) or not bias.is_contiguous()
-    ):
-        raise ValueError(f"the selection bias must be contiguous float32 [{experts.count}]")
-    return RoutingArgs(
+    norm = None if routing.norm is None else norm_args(routing.norm, width)
+    found = RoutingArgs(
         weight=weight.address,
         selection_bias=None if bias is None else bias.data_ptr(),
+        expert_scales=None if scales is None else scales.data_ptr(),
+        norm=None if norm is None else addressof(norm),
         top_k=routing.top_k,
         scoring=_SCORINGS[routing.scoring],
+        groups=routing.groups,
+        kept_groups=routing.kept_groups,
+        best_of_group=routing.best_of_group,
         normalised=routing.normalised,
+        least_sum=routing.least_sum,
+        epsilon=routing.epsilon,
         scale=routing.scale,
     )
+    found.kept = norm
+    return found
 
 
 def experts_args(experts: ExpertMatrices, width: int) -> ExpertsArgs:

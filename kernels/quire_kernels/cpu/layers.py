@@ -23,6 +23,7 @@ from quire_kernels.cpu.low_rank import BoundAdapter, adapters_args
 from quire_kernels.cpu.signatures import ExpertsArgs, LayerOpArgs, NormArgs, RoutingArgs, StepAdaptersArgs, StepArgs
 from quire_kernels.kernel_set import (
     Attend,
+    GateWide,
     GroupedInput,
     KeepSampled,
     LayerOp,
@@ -31,6 +32,7 @@ from quire_kernels.kernel_set import (
     Norm,
     NormAdd,
     NormGateUp,
+    NormHold,
     NormLinear,
     Project,
     RopeWrite,
@@ -53,6 +55,10 @@ class _Kind(IntEnum):
     NORM_ADD = 8
     ADD_EXPERTS = 9
     MIX_EXPERTS = 10
+    GATE_WIDE = 12
+    NORM_HOLD = 13
+    NORM_HOLD_ADD = 14
+    ADD_HELD = 15
 
 
 _PRODUCTS = NormLinear | NormGateUp | LinearAdd | Project
@@ -147,7 +153,14 @@ class CpuLayers:
             case Project():
                 args = {"kind": _PROJECTS[op.source], "weight": op.weight.address}
             case NormAdd():
-                args = {"kind": _Kind.NORM_ADD, "norm": self._norm(op.norm), "scale": op.scale}
+                kind = _Kind.NORM_ADD if op.source == "y" else _Kind.ADD_HELD
+                args = {"kind": kind, "norm": self._norm(op.norm), "scale": op.scale}
+            case NormHold():
+                kind = _Kind.NORM_HOLD_ADD if op.adds else _Kind.NORM_HOLD
+                args = {"kind": kind, "norm": self._norm(op.norm)}
+            case GateWide():
+                norm = None if op.norm is None else self._norm(op.norm)
+                args = {"kind": _Kind.GATE_WIDE, "weight": op.weight.address, "norm": norm}
             case MixExperts():
                 block = routing_args(op.routing, op.experts, self._width), experts_args(op.experts, self._width)
                 self._blocks.append(block)
@@ -196,7 +209,13 @@ def _sizes(op: LayerOp, widths: dict[str, int]) -> Iterator[tuple[int, int]]:
         case LinearAdd() | Project():
             yield op.weight.num_inputs, widths[op.source]
             yield op.weight.num_outputs, widths["x"]
-        case KeepSampled() | NormAdd() | MixExperts():  # the sizes of experts are checked where they become arguments
+        case GateWide():
+            yield op.weight.num_inputs, widths["x"]
+            yield op.weight.gate_up, False
+            yield op.weight.num_outputs, 1
+        case (
+            KeepSampled() | NormAdd() | NormHold() | MixExperts()
+        ):  # the sizes of experts are checked where they become arguments
             pass
 
 

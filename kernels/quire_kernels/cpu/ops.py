@@ -59,6 +59,7 @@ def cpu_kernel_set(
         pack_router=Packer(context, None, arena.allocate).linear,
         mix_experts=experts.mix_experts,
         given_experts=experts.given_experts,
+        gate_rows=experts.gate_rows,
         rope_write=attention.rope_write,
         attention=attention.attention,
         logits=linear.logits,

@@ -129,11 +129,19 @@ class RoutingArgs(ctypes.Structure):
     _fields_ = (
         ("weight", c_void_p),
         ("selection_bias", c_void_p),
+        ("expert_scales", c_void_p),
+        ("norm", c_void_p),
         ("top_k", c_int32),
         ("scoring", c_int32),
+        ("groups", c_int32),
+        ("kept_groups", c_int32),
+        ("best_of_group", c_int32),
         ("normalised", c_int32),
+        ("least_sum", c_float),
+        ("epsilon", c_float),
         ("scale", c_float),
     )
+    kept: object  # keeps the memory at the addresses alive
 
 
 class ExpertsArgs(ctypes.Structure):
@@ -212,6 +220,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "quire_norm_add": (c_int32, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p)),
     "quire_mix_experts": (c_int32, (*(c_void_p,) * 4, c_int64, c_void_p, c_float, c_void_p, c_void_p)),
     "quire_given_experts": (c_int32, (*(c_void_p,) * 3, c_int64, c_int64, *(c_void_p,) * 3)),
+    "quire_gate_rows": (c_int32, (*(c_void_p,) * 3, c_int64, c_void_p, c_int64, c_void_p)),
     "quire_rope_write": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3, c_int64, c_void_p)),
     "quire_attention": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 3)),
     "quire_layers": (c_int32, (c_void_p, c_void_p, c_int64, *(c_void_p,) * 6)),

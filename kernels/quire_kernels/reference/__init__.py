@@ -23,6 +23,7 @@ REFERENCE = KernelSet(
     pack_router=linear.pack_linear,
     mix_experts=experts.mix_experts,
     given_experts=experts.given_experts,
+    gate_rows=experts.gate_rows,
     rope_write=rope.rope_write,
     attention=attention.attention,
     logits=linear.logits,

@@ -16,7 +16,10 @@ def mix_experts(  # noqa: PLR0917 - the op's contract
     x: Tensor, norm: Norm | None, routing: Routing, experts: ExpertMatrices, scale: float, residual: Tensor | None
 ) -> Tensor:
     rows = by_tiles(lambda some: normed(some, norm), x) if len(x) else x
-    index, weights = choose(router_logits(rows, routing), routing)
+    own = rows
+    if routing.norm is not None:
+        own = by_tiles(lambda some: normed(some, routing.norm), x) if len(x) else x
+    index, weights = choose(router_logits(own, routing.weight), routing)
     total = _weighted(rows, index, weights, experts)
     if residual is None:
         return total.to(x.dtype)
@@ -27,9 +30,17 @@ def given_experts(x: Tensor, index: Tensor, weights: Tensor, experts: ExpertMatr
     return _weighted(x, index, weights, experts).to(x.dtype)
 
 
-def router_logits(rows: Tensor, routing: Routing) -> Tensor:
+def gate_rows(x: Tensor, norm: Norm | None, w: Linear, wide: Tensor) -> Tensor:
+    if not len(x):
+        return wide
+    logits = router_logits(by_tiles(lambda some: normed(some, norm), x), w)
+    gates = torch.cat([_sigmoid(row[None]) for row in logits])  # torch rounds the last elements of an array differently
+    return (_wide(wide) * gates).to(wide.dtype)
+
+
+def router_logits(rows: Tensor, w: Linear) -> Tensor:
     """[T, E], float32 or wider: products of wide numbers, since no rounding may decide between two experts."""
-    wide = Linear(_wide(routing.weight.weight), None if routing.weight.bias is None else _wide(routing.weight.bias))
+    wide = Linear(_wide(w.weight), None if w.bias is None else _wide(w.bias))
     if not len(rows):
         return wide.weight.new_zeros(0, len(wide.weight))
     return by_tiles(lambda some: project(_wide(some), wide), rows)
@@ -40,24 +51,45 @@ def choose(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     scores = _scores(logits, routing)
     if logits.device.type == "cpu" and len(logits) > 1:  # torch rounds the last elements of an array differently
         scores = torch.cat([_scores(row[None], routing) for row in logits])
-    decisive = logits if routing.selection_bias is None else scores + routing.selection_bias.to(scores)
+    decisive = scores if routing.selection_bias is None else scores + routing.selection_bias.to(scores)
+    if routing.groups > 1:
+        decisive = _within_groups(decisive, routing)
+    elif routing.selection_bias is None:
+        decisive = logits
     index = torch.sort(decisive, dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
     weights = scores.gather(1, index)
     if routing.normalised:
         total = weights[:, :1]
         for rank in range(1, routing.top_k):
             total = total + weights[:, rank : rank + 1]
-        weights = weights / total
-    return index, weights * routing.scale
+        weights = weights / (total.clamp(min=routing.least_sum) + routing.epsilon)
+    weights = weights * routing.scale
+    if routing.expert_scales is not None:
+        weights = weights * routing.expert_scales.to(weights)[index]
+    return index, weights
+
+
+def _within_groups(values: Tensor, routing: Routing) -> Tensor:
+    """values [T, E], less than any other where an expert's group is not kept."""
+    grouped = values.view(len(values), routing.groups, -1)
+    best = grouped.sort(dim=-1, descending=True).values[..., : routing.best_of_group]
+    total = best[..., 0] if routing.best_of_group == 1 else best[..., 0] + best[..., 1]
+    kept = torch.sort(total, dim=-1, descending=True, stable=True).indices[:, : routing.kept_groups]
+    left_out = torch.ones_like(total, dtype=torch.bool).scatter(1, kept, value=False)
+    return grouped.masked_fill(left_out[..., None], -torch.inf).flatten(1)
 
 
 def _scores(logits: Tensor, routing: Routing) -> Tensor:
     if routing.scoring == "sigmoid":
-        return 1.0 / (1.0 + torch.exp(-logits))
+        return _sigmoid(logits)
     if not len(logits):
         return logits
     grown = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
     return grown / grown.sum(dim=-1, keepdim=True)
+
+
+def _sigmoid(logits: Tensor) -> Tensor:
+    return 1.0 / (1.0 + torch.exp(-logits))
 
 
 def _weighted(rows: Tensor, index: Tensor, weights: Tensor, experts: ExpertMatrices) -> Tensor:

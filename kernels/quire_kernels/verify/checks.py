@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quire_kernels.verify.attention import AttentionChecks
-from quire_kernels.verify.experts import ExpertChecks, ExpertSizes
+from quire_kernels.verify.experts import ExpertChecks, ExpertSizes, RoutingForm
 from quire_kernels.verify.findings import Check, Subject
 from quire_kernels.verify.heads import Heads
 from quire_kernels.verify.layers import layers_check
@@ -32,7 +32,14 @@ _OTHER_HEADS = (
     Heads(num_heads=8, num_kv_heads=1, head_dim=512, block_size=16),
 )
 _OTHER_EXPERTS = (
-    ExpertSizes(count=6, top_k=2, hidden=96, inner=40),
+    ExpertSizes(count=6, top_k=2, hidden=96, inner=40, form=RoutingForm(scaled=True, own_norm=True)),
+    ExpertSizes(
+        count=12,
+        top_k=3,
+        hidden=96,
+        inner=40,
+        form=RoutingForm(scoring="sigmoid", biased=True, groups=4, kept_groups=2),
+    ),
     ExpertSizes(count=4, top_k=3, hidden=130, inner=96, activation="swiglu_clamped", biases=True),
 )
 _OTHER_MATRICES = (Matrix(outputs=130, inputs=96), Matrix(outputs=384, inputs=1024))

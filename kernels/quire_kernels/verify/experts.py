@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire_kernels.kernel_set import Activation, ExpertMatrices, Norm, Routing, expert_rows
+from quire_kernels.kernel_set import Activation, ExpertMatrices, Norm, Routing, Scoring, expert_rows
+from quire_kernels.reference.experts import choose
 from quire_kernels.reference.linear import activate, times
 from quire_kernels.verify import tolerance
 from quire_kernels.verify.findings import Check, Outcome, Subject, close, compared_alone, same, together
@@ -29,6 +30,28 @@ _MOST_EXPERTS, _MOST_WEIGHTS = 8, 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingForm:
+    """How a block's experts are chosen and weighed: see `Routing`, whose other numbers are made up."""
+
+    scoring: Scoring = "softmax"
+    normalised: bool = True
+    biased: bool = False  # a selection bias
+    groups: int = 1
+    kept_groups: int = 1
+    best_of_group: int = 2
+    scaled: bool = False  # a scale for each expert, and one for all
+    own_norm: bool = False
+
+    def cut(self, count: int) -> RoutingForm:
+        """The form for so few experts, four or more."""
+        if self.groups == 1:
+            return self
+        groups = 2 if count < 8 else 4
+        kept = groups if self.kept_groups == self.groups else groups // 2
+        return replace(self, groups=groups, kept_groups=kept)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSizes:
     """The sizes of a block of experts."""
 
@@ -38,10 +61,13 @@ class ExpertSizes:
     inner: int
     activation: Activation = "silu"
     biases: bool = False
+    form: RoutingForm = RoutingForm()
 
     def cut(self) -> ExpertSizes:
         """Few enough experts with few enough columns for a fast check."""
         count = min(self.count, _MOST_EXPERTS)
+        if self.form.groups > 1:
+            count = max(4, count // 4 * 4)
         return ExpertSizes(
             count=count,
             top_k=min(self.top_k, max(1, count // 2)),
@@ -49,6 +75,7 @@ class ExpertSizes:
             inner=min(self.inner, max(64, _MOST_WEIGHTS // self.hidden)),
             activation=self.activation,
             biases=self.biases,
+            form=self.form.cut(count),
         )
 
 
@@ -67,6 +94,9 @@ class ExpertChecks:
         self._x = source.normal(max(rows), hidden).to(subject.dtype)
         self._residual = source.normal(max(rows), hidden).to(subject.dtype)
         self._router = (2 * source.normal(count, hidden) / hidden**0.5).to(subject.dtype)
+        self._selection = 0.2 * Source(2).normal(count)
+        self._scales = 1 + 0.2 * Source(3).normal(count)
+        self._own_norm = Norm(1 + 0.2 * Source(4).normal(hidden), _EPS)
         self._gate, self._up, self._down = (
             torch.stack([self._weights(outputs, inputs) for _ in range(count)])
             for outputs, inputs in ((inner, hidden), (inner, hidden), (hidden, inner))
@@ -84,7 +114,10 @@ class ExpertChecks:
 
     def checks(self) -> Iterator[Check]:
         """All of them."""
-        for op, run in (("given_experts", self._given), ("mix_experts", self._mixed)):
+        ops = [("given_experts", self._given), ("mix_experts", self._mixed)]
+        if self._subject.kernels.gate_rows is not None:
+            ops.append(("gate_rows", self._gated))
+        for op, run in ops:
             for count in self._buckets:
                 yield Check(op=op, case=f"{self._sizes}, {count} rows", run=run(count))
 
@@ -123,9 +156,35 @@ class ExpertChecks:
             right = close(plain[sure.to(device)], truth[sure], (bound + outputs.value + outputs.bound)[sure])
             normed = kernels.norm_add(x, norm, torch.zeros_like(x), 1.0)
             residual = self._residual[:count].to(device, copy=True)
-            wanted = mix(normed, None, self._routing, self._experts, 1.0, residual)
+            routing, found = replace(self._routing, norm=None), compute(0, count)
+            on_the_way = mix(x, norm, routing, self._experts, 1.0, self._residual[:count].to(device, copy=True))
+            wanted = mix(normed, None, routing, self._experts, 1.0, residual)
+            return together(
+                right, same(on_the_way, wanted, "rows that are normed on the way"), *self._alone(compute, found)
+            )
+
+        return run
+
+    def _gated(self, count: int) -> Callable[[], Outcome]:
+        def run() -> Outcome:
+            gate, pack, device = (
+                self._subject.kernels.gate_rows,
+                self._subject.kernels.pack_router,
+                self._subject.device,
+            )
+            assert gate is not None
+            assert pack is not None
+            weight = pack(self._router[:1].to(device), None)
+
+            def compute(first: int, last: int) -> Tensor:
+                x, wide = (each[first:last].to(device, copy=True) for each in (self._x, self._residual))
+                return gate(x, None, weight, wide)
+
+            logits, error = self._logits(self._x[:count].double(), self._router[:1])
+            truth = self._residual[:count].double() * torch.sigmoid(logits)
+            bound = truth.abs() * torch.expm1(2 * error) + tolerance.rounded(truth, self._subject.dtype)
             found = compute(0, count)
-            return together(right, same(found, wanted, "rows that are normed on the way"), *self._alone(compute, found))
+            return together(close(found, truth, bound), *self._alone(compute, found))
 
         return run
 
@@ -143,21 +202,82 @@ class ExpertChecks:
 
     def _routed(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The experts that rows choose, their weights, logits' error, and which rows no such error could move."""
-        rows, top_k = self._x[:count].double(), self._sizes.top_k
-        logits = rows @ self._router.double().T
-        terms = rows.abs() @ self._router.double().abs().T
+        rows, form = self._x[:count].double(), self._sizes.form
+        if form.own_norm:
+            rows = rows / (rows.square().mean(dim=1, keepdim=True) + _EPS).sqrt() * self._own_norm.weight.double()
+            rows = rows.to(self._subject.dtype).double()
+        logits, error = self._logits(rows, self._router)
+        if form.own_norm:  # another rounding of each value is possible
+            terms = rows.abs() @ self._router.double().abs().T
+            error = error + tolerance.rounded(terms, self._subject.dtype).amax(dim=1, keepdim=True)
+        index, weights = choose(logits, self._form)
+        return index, weights, error, self._sure(logits, error)
+
+    def _logits(self, rows: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
+        """Of rows in float64, and for each row the error that a kernel's may have."""
+        terms = rows.abs() @ router.double().abs().T
         error = tolerance.float32_sum(self._sizes.hidden + 4, terms).amax(dim=1, keepdim=True)
-        values, index = logits.sort(dim=1, descending=True)
-        sure = torch.ones(count, dtype=torch.bool)
-        if top_k < self._sizes.count:
-            sure = (values[:, :top_k] - values[:, 1 : top_k + 1] > 2 * error).all(dim=1)
-        return index[:, :top_k], values[:, :top_k].softmax(dim=1), error + 2.0**-20, sure
+        return rows @ router.double().T, error + 2.0**-20
+
+    def _sure(self, logits: Tensor, error: Tensor) -> Tensor:
+        """Which rows no such error could move."""
+        form, top_k, routing = self._sizes.form, self._sizes.top_k, self._form
+        values, close_by = logits, 2 * error
+        if form.biased or form.groups > 1:  # of scores, which are at most 1
+            all_of_them = replace(routing, top_k=len(self._selection), groups=1, kept_groups=1, normalised=False)
+            plain = replace(all_of_them, scale=1.0, expert_scales=None, selection_bias=None)
+            index, scores = choose(logits, plain)
+            values = torch.empty_like(scores).scatter(1, index, scores)
+            if routing.selection_bias is not None:
+                values = values + routing.selection_bias.double()
+            close_by = 2 * torch.expm1(2 * error)
+        sure = torch.ones(len(logits), dtype=torch.bool)
+        if form.groups > 1:
+            best = values.view(len(values), form.groups, -1).sort(dim=-1, descending=True).values
+            total = best[..., : form.best_of_group].sum(dim=-1)
+            ranked, order = total.sort(dim=1, descending=True)
+            if form.kept_groups < form.groups:
+                sure &= ranked[:, form.kept_groups - 1] - ranked[:, form.kept_groups] > 2 * close_by[:, 0]
+            kept = torch.zeros_like(total, dtype=torch.bool).scatter(1, order[:, : form.kept_groups], value=True)
+            kept = kept.repeat_interleave(values.shape[1] // form.groups, dim=1)
+            values = values.masked_fill(~kept, -torch.inf)
+        ranked = values.sort(dim=1, descending=True).values
+        if top_k < ranked.shape[1]:
+            sure &= (ranked[:, :top_k] - ranked[:, 1 : top_k + 1] > close_by).all(dim=1)
+        return sure
+
+    @cached_property
+    def _form(self) -> Routing:
+        """The routing without its matrix, in the memory of the host."""
+        form = self._sizes.form
+        return Routing(
+            weight=None,
+            top_k=self._sizes.top_k,
+            scoring=form.scoring,
+            normalised=form.normalised,
+            scale=1.5 if form.scaled else 1.0,
+            selection_bias=self._selection if form.biased else None,
+            groups=form.groups,
+            kept_groups=form.kept_groups,
+            best_of_group=form.best_of_group,
+            epsilon=2.0**-40 if form.biased else 0.0,
+            expert_scales=self._scales if form.scaled else None,
+            norm=self._own_norm if form.own_norm else None,
+        )
 
     @cached_property
     def _routing(self) -> Routing:
-        pack = self._subject.kernels.pack_router
+        pack, device, form = self._subject.kernels.pack_router, self._subject.device, self._form
         assert pack is not None
-        return Routing(weight=pack(self._router.to(self._subject.device), None), top_k=self._sizes.top_k)
+        bias, scales = form.selection_bias, form.expert_scales
+        norm = None if form.norm is None else form.norm._replace(weight=form.norm.weight.to(device))
+        return replace(
+            form,
+            weight=pack(self._router.to(device), None),
+            selection_bias=None if bias is None else bias.to(device),
+            expert_scales=None if scales is None else scales.to(device),
+            norm=norm,
+        )
 
     @cached_property
     def _experts(self) -> ExpertMatrices:

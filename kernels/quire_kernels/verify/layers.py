@@ -16,6 +16,7 @@ from quire_kernels.kernel_set import (
     Attend,
     AttentionShape,
     ExpertMatrices,
+    GateWide,
     KeepSampled,
     LayerOp,
     LinearAdd,
@@ -23,6 +24,7 @@ from quire_kernels.kernel_set import (
     Norm,
     NormAdd,
     NormGateUp,
+    NormHold,
     NormLinear,
     RopeWrite,
     Routing,
@@ -112,6 +114,12 @@ def _layer(  # noqa: PLR0917 - the sizes of a layer
         yield MixExperts(norm=Norm(vector(hidden), _EPS), routing=routing, experts=experts)
         yield MixExperts(norm=None, routing=routing, experts=experts, to="y")
         yield NormAdd(norm=Norm(vector(hidden), _EPS))
+        yield NormHold(norm=Norm(vector(hidden), _EPS))
+        yield MixExperts(norm=None, routing=replace(routing, norm=Norm(vector(hidden), _EPS)), experts=experts, to="y")
+        yield NormHold(norm=Norm(vector(hidden), _EPS), adds=True)
+        yield NormAdd(norm=Norm(vector(hidden), _EPS), scale=0.75, source="held")
     gate_up = kernels.pack_gate_up(matrix(inner, hidden), matrix(inner, hidden), vector(2 * inner))
     yield NormGateUp(norm=Norm(vector(hidden), _EPS), weight=gate_up, activation="silu")
+    if not last and kernels.pack_router is not None and kernels.gate_rows is not None:
+        yield GateWide(norm=Norm(vector(hidden), _EPS), weight=kernels.pack_router(matrix(1, hidden), None))
     yield LinearAdd(source="wide", weight=kernels.pack_linear(matrix(hidden, inner), vector(hidden)))

@@ -25,9 +25,10 @@ _FASTER = {
         "rope_write",
         "attention",
         "mix_experts",
+        "gate_rows",
     },
 }
-_ON_WEIGHTS = ("norm_linear", "norm_gate_up", "linear_add", "logits", "mix_experts", "given_experts")
+_ON_WEIGHTS = ("norm_linear", "norm_gate_up", "linear_add", "logits", "mix_experts", "given_experts", "gate_rows")
 _ON_POOLS = ("kv_part", "rope_write", "attention")
 _ANYWHERE = ("embed", "norm_add")
 

@@ -306,7 +306,7 @@ def _never(names: str, text: str, takes: Takes = "value") -> list[VllmFlag]:
 _SLEEP = "without --enable-sleep-mode it is unused"
 _ONE = "one process computes a model on one device"
 _TEXT = "models of text only: no images, audio or video are read"
-_EXPERTS = "models with experts are not served"
+_EXPERTS = "one process computes all experts of a layer"
 _MAMBA = "models with states (Mamba) are not served"
 _GRAPHS = "graphs and compilers change no answer; on a GPU steps run as CUDA graphs"
 _LORA = "adapters are plain LoRA of all the matrices that they have; merge others into the checkpoint"
@@ -385,7 +385,7 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_never("quantization-config", "--quantization says how weights are held; there is nothing more to set", "json"),
     *_off("enable-prompt-embeds", "prompts are texts or token ids"),
     *_off("disable-sliding-window", "a model is computed as it was trained"),
-    *_off("enable-return-routed-experts", _EXPERTS),
+    *_off("enable-return-routed-experts", "the experts of a token are not told"),
     *_any("allow-deprecated-quantization renderer-num-workers", "there is nothing to choose"),
     # -- Memory
     *_is("device-memory-utilization", "gpu_memory_utilization"),

@@ -19,9 +19,10 @@ from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.checkpoint import Checkpoint, open_checkpoint
 from quire_engine.execution.models.config import ModelConfig, config_as
 from quire_engine.execution.models.decoder import Decoder
+from quire_engine.execution.models.matrix_parts import Part
 from quire_engine.execution.models.options import Options
 from quire_engine.execution.models.rope import rope_table
-from quire_engine.execution.models.weights import CheckpointSource, Part
+from quire_engine.execution.models.weights import CheckpointSource
 from quire_engine.execution.progress import Tell
 from quire_kernels.kernel_set import AttentionShape, KernelSet, LinearWeight, Norm
 from quire_kernels.reference.linear import rms_norm

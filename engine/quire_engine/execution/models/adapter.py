@@ -23,7 +23,8 @@ from torch import Tensor
 
 from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.config import ModelConfig
-from quire_engine.execution.models.weights import Part, Site, expected_shapes, gate_up_parts, qkv_parts, site_of
+from quire_engine.execution.models.matrix_parts import Part
+from quire_engine.execution.models.weights import Site, expected_shapes, gate_up_parts, qkv_parts, site_of
 from quire_kernels.kernel_set import LowRankMatrix, LowRankPart
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -301,7 +302,7 @@ def _matrices(
             ("qkv", qkv_parts(config, index)),
             ("o", [Part(prefix + "self_attn.o_proj")]),
         ]
-        if not config.has_experts(index):
+        if config.has_mlp(index):
             places += [("gate_up", list(gate_up_parts(config, index))), ("down", [Part(prefix + "mlp.down_proj")])]
         for place, parts in places:
             made, row = [], 0

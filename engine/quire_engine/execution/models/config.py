@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from quire_engine.config import HEADLESS, entry_of
+from quire_engine.execution.models.experts_config import ExpertsConfig, experts_of
 from quire_engine.execution.models.families import FAMILIES, Bias, Family
 from quire_engine.execution.models.options import MAX_BYTES, Options
 from quire_engine.execution.models.quantisation import Quantisation, quantisation_of
@@ -60,6 +61,7 @@ _HARMLESS = frozenset(
         "_name_or_path",
         "architectures",
         "attention_dropout",
+        "aux_loss_alpha",
         "auto_map",
         "bad_words_ids",
         "begin_suppress_tokens",
@@ -75,6 +77,7 @@ _HARMLESS = frozenset(
         "embd_pdrop",
         "encoder_no_repeat_ngram_size",
         "eos_token_id",
+        "ep_size",
         "experiments_config",
         "exponential_decay_length_penalty",
         "finetuning_task",
@@ -96,6 +99,7 @@ _HARMLESS = frozenset(
         "min_length",
         "model_name",
         "model_type",
+        "moe_capacity",
         "name_or_path",
         "no_repeat_ngram_size",
         "num_beam_groups",
@@ -120,6 +124,7 @@ _HARMLESS = frozenset(
         "return_dict",
         "return_dict_in_generate",
         "sep_token_id",
+        "seq_aux",
         "suppress_tokens",
         "task_specific_params",
         "temperature",
@@ -155,23 +160,9 @@ _OF_OTHER_PARTS = re.compile(
 _PATTERNS = ("_sliding_window_pattern", "sliding_window_pattern")  # each nth layer is without a window
 _MOST_SHOWN = 60  # characters of a value in a message
 _MAX_LAYERS = 4096  # beyond any model; what follows takes time and memory in proportion
-_MOST_EXPERTS = 4096
 _DTYPES = ("bfloat16", "float16", "float32")
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 Activation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsConfig:
-    """The experts of a model's layers, of which each row of a layer chooses `top_k`."""
-
-    count: int
-    top_k: int
-    inner: int
-    normalised: bool  # the weights of a row's experts sum to 1
-    layers: tuple[bool, ...]  # whether a layer has them, and no MLP of its own
-    biases: bool  # of the router, and of every expert
-    in_turns: bool  # a tensor of all experts is transposed, with the gate's columns and up's in turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +180,7 @@ class ModelConfig:
     max_position_embeddings: int
     ropes: tuple[RopeConfig | None, ...]  # per layer; None: positions do not count
     tie_word_embeddings: bool
+    qk_norm: bool  # of heads, or of all of a row's together, as the family has it
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -206,6 +198,7 @@ class ModelConfig:
     logit_cap: float | None = None
     score_cap: float | None = None  # of attention's scores
     experts: ExpertsConfig | None = None
+    more_layers: int = 0  # in the checkpoint, which guess further tokens and are left out
     quantisation: Quantisation | None = None  # of the stored matrices; None: they are stored as numbers
     headless: bool = False  # a classifier or a model of embeddings: its last projection is not used, be it there or not
     full_keys_are_values: bool = False  # in layers without a window: they have no projection of values
@@ -220,10 +213,6 @@ class ModelConfig:
         """Of the layer with the widest heads."""
         return max(heads.width for heads in self.kv_heads)
 
-    @property
-    def qk_norm(self) -> bool:
-        return self.family.qk_norm is not None
-
     def rotary_dim(self, width: int) -> int:
         """How many of a head's values are rotated."""
         return int(width * self.rotary_share)
@@ -233,8 +222,12 @@ class ModelConfig:
         return self.full_keys_are_values and self.windows[layer] is None
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer has experts in place of an MLP."""
+        """Whether a layer has experts, in place of an MLP or beside it."""
         return self.experts is not None and self.experts.layers[layer]
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP of its own."""
+        return self.experts is None or not self.experts.layers[layer] or self.experts.entry.beside_mlp is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,6 +320,7 @@ def _model_config(options: Options, family: Family, *, headless: bool) -> ModelC
         max_position_embeddings=max_positions,
         ropes=ropes,
         tie_word_embeddings=options.boolean("tie_word_embeddings", family.ties_embeddings) or headless,
+        qk_norm=_qk_norm(options, family),
         qkv_bias=_bias(options, family.qkv_bias, family.default_bias),
         o_bias=_bias(options, family.o_bias, family.default_bias),
         mlp_bias=_bias(options, family.mlp_bias, family.default_bias),
@@ -343,7 +337,8 @@ def _model_config(options: Options, family: Family, *, headless: bool) -> ModelC
         logit_factor=options.number(scales.logit_factor, 0.0625) if scales.logit_factor else 1.0,
         logit_cap=_cap(options, scales.logit_cap),
         score_cap=_cap(options, scales.score_cap),
-        experts=_experts(options, family, num_layers),
+        experts=experts_of(options, family.experts, num_layers) if family.experts else None,
+        more_layers=options.integer(family.more_layers, 0, least=0) if family.more_layers else 0,
         headless=headless,
         full_keys_are_values=family.own_full_heads and options.boolean("attention_k_eq_v", False),
     )
@@ -407,32 +402,6 @@ def _activation(options: Options, family: Family) -> Activation:
     if name not in _ACTIVATIONS:
         raise options.beyond(f"{family.activation_key}={name!r} is not supported; only {', '.join(_ACTIVATIONS)} are")
     return _ACTIVATIONS[name]
-
-
-def _experts(options: Options, family: Family, num_layers: int) -> ExpertsConfig | None:
-    known = family.experts
-    if known is None:
-        return None
-    key = "num_local_experts" if options.given("num_local_experts") else "num_experts"
-    count = options.integer(key, known.default_count, most=_MOST_EXPERTS)
-    top_k = options.integer("num_experts_per_tok", known.default_top_k)
-    if top_k > count:
-        raise options.error(f"num_experts_per_tok={top_k} cannot be more than the {count} experts")
-    layers = [True] * num_layers
-    if known.by_layer:
-        each, without = options.integer("decoder_sparse_step", 1), options.raw("mlp_only_layers") or []
-        if not isinstance(without, list) or any(type(layer) is not int for layer in without):
-            raise options.error(f"mlp_only_layers must be a list of layers, not {without!r}")
-        layers = [layer not in without and (layer + 1) % each == 0 for layer in range(num_layers)]
-    return ExpertsConfig(
-        count=count,
-        top_k=top_k,
-        inner=options.integer(known.inner, known.default_inner),
-        normalised=known.normalised is None or options.boolean(known.normalised, False),
-        layers=tuple(layers),
-        biases=known.biases,
-        in_turns=known.stored == "turned",
-    )
 
 
 def _check_heads(options: Options, num_heads: int, heads: KVHeads) -> None:
@@ -499,6 +468,10 @@ def _bias(options: Options, bias: Bias, default: bool) -> bool:
     return bias == "always" if bias in ("always", "never") else options.boolean(bias, default)
 
 
+def _qk_norm(options: Options, family: Family) -> bool:
+    return family.qk_norm is not None and (family.qk_norm_key is None or options.boolean(family.qk_norm_key, False))
+
+
 def _dtype(options: Options) -> str:
     name = options.text("dtype", "") or options.text("torch_dtype", "") or "float32"
     name = name.removeprefix("torch.")
@@ -522,17 +495,17 @@ def _windows(options: Options, family: Family, num_layers: int) -> tuple[int | N
         return (None,) * num_layers
     window = family.default_window
     if options.has("sliding_window"):  # null is an answer too: no window
-        window = options.integer("sliding_window") if options.given("sliding_window") else None
+        window = (options.integer("sliding_window", least=0) or None) if options.given("sliding_window") else None
     if family.window == "all_layers":
         return (window,) * num_layers
 
-    qwen = family.window == "qwen"
+    qwen = family.window in {"qwen", "qwen_moe"}
     if (qwen or options.has("use_sliding_window")) and not options.boolean("use_sliding_window", False):
         window = None
     layer_types = options.raw("layer_types")
     if layer_types is None:
         return _windows_by_place(options, family, window, num_layers)
-    if qwen:
+    if qwen or family.window == "upper":
         options.raw("max_window_layers")  # says nothing where the types are listed
     else:
         for key in _PATTERNS:
@@ -551,9 +524,11 @@ def _windows(options: Options, family: Family, num_layers: int) -> tuple[int | N
 
 def _windows_by_place(options: Options, family: Family, window: int | None, num_layers: int) -> tuple[int | None, ...]:
     """Of a checkpoint that lists no types: the upper layers have a window, or all but each nth."""
-    if family.window == "qwen":
-        first = options.integer("max_window_layers", 28, least=0)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if family.window in {"qwen", "qwen_moe", "upper"}:
+        bound = options.integer("max_window_layers", family.default_bound, least=0)
+        if family.window == "qwen_moe":
+            return tuple(window if layer < bound and layer % 2 == 0 else None for layer in range(num_layers))
+        return tuple(window if layer >= bound else None for layer in range(num_layers))
     each = family.full_each
     if each is not None:
         for key in _PATTERNS:

@@ -23,6 +23,10 @@ _FLOATS = ("F16", "BF16", "F32")
 _Parts = dict[str, str]  # names of tensors by their roles
 _BYTE = 8
 _NIBBLES = tuple(map(float, range(16)))
+# Numbers of four bits (e2m1), as the Open Compute Project's specification of MX formats has them.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+EXPONENT_BIAS = 127  # of their scales (e8m0)
+_FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 _E4M3_NAN = 0x7F  # of the bits beside the sign
 
 
@@ -31,8 +35,10 @@ def decode_quantised(checkpoint: Checkpoint, form: Quantisation) -> None:
     if form.method == "mxfp4":  # of stacks of experts, which are taken apart as they are decoded
         return
     ends = {"gptq": ".qweight", "awq": ".qweight", "pack-quantized": ".weight_packed"}
+    ends |= dict.fromkeys(_FP4, ".weight_packed")
     end = ends.get(form.method, ".weight_scale_inv" if form.method == "fp8" and form.block else ".weight_scale")
-    activations = (".input_scale", ".input_zero_point", ".activation_scale")  # which stay as they are
+    # Which stay as they are.
+    activations = (".input_scale", ".input_zero_point", ".activation_scale", ".input_global_scale")
     checkpoint.drop(lambda name: name.endswith(activations))
     names = sorted(name.removesuffix(end) for name in checkpoint.names if name.endswith(end))
     for name in names:
@@ -40,6 +46,8 @@ def decode_quantised(checkpoint: Checkpoint, form: Quantisation) -> None:
             _decode_packed(checkpoint, name, form)
         elif form.method == "pack-quantized":
             _decode_by_rows(checkpoint, name, form)
+        elif form.method in _FP4:
+            _decode_fp4(checkpoint, name, form)
         else:
             _decode_scaled(checkpoint, name, name + end, form)
 
@@ -83,6 +91,26 @@ def _decode_by_rows(checkpoint: Checkpoint, name: str, form: Quantisation) -> No
     _require(checkpoint, parts["shape"], ("I64", "I32"), (2,))
     group = form.group_size or inputs
     _know(checkpoint, name, parts, (outputs, inputs), partial(_by_rows, form), bits=form.bits, group=group)
+
+
+def _decode_fp4(checkpoint: Checkpoint, name: str, form: Quantisation) -> None:
+    """Compressed-tensors: two values a byte, [N, K / 2], the lower half first, and scales [N, G]."""
+    parts = {role: f"{name}.weight_{role}" for role in ("packed", "scale", "global_scale")}
+    _, (outputs, pairs) = _matrix(checkpoint, parts["packed"], "U8")
+    inputs, group = 2 * pairs, form.group_size or 2 * pairs
+    if inputs % group:
+        raise checkpoint.error(parts["packed"], f"has {inputs} columns, which groups of {group} do not divide")
+    if form.method == "mxfp4-pack-quantized":
+        del parts["global_scale"]
+    elif parts["global_scale"] not in checkpoint:
+        raise _missing(checkpoint, parts["global_scale"])
+    elif checkpoint.stored_as(parts["global_scale"]) not in {("F32", (1,)), ("F32", ())}:
+        raise checkpoint.error(parts["global_scale"], "is not one number of F32")
+    kind = "F8_E4M3" if "global_scale" in parts else "U8"
+    _require(checkpoint, parts["scale"], (kind,), (outputs, inputs // group))
+    read = partial(_fp4, group)
+    kept = Kept(read, "nibbles", group, beside=32 if "global_scale" in parts else 16)
+    checkpoint.decode(name + ".weight", parts, (outputs, inputs), lambda stored: read(stored).dequantised(), kept)
 
 
 def _decode_scaled(checkpoint: Checkpoint, name: str, scale: str, form: Quantisation) -> None:
@@ -183,6 +211,18 @@ def _kept(bits: int, group: int, stored: _Grouped) -> StoredMatrix | None:
         scales=scales.T.contiguous(),
         zero_points=(zeros - half).to(torch.int8).T.contiguous(),
     )
+
+
+def _fp4(group: int, parts: dict[str, Tensor]) -> StoredMatrix:
+    """The scales are quotients of e4m3 and the matrix's own, or powers of two."""
+    packed, scale = parts["packed"], parts["scale"]
+    if "global_scale" in parts:
+        scales = scale.float() / parts["global_scale"].reshape(1)
+    else:
+        scales = torch.ldexp(torch.ones(scale.shape), scale.int() - EXPONENT_BIAS)
+    _check_scales(scales)
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+    return StoredMatrix(kind="nibbles", table=E2M1, codes=codes, group_size=group, scales=scales)
 
 
 def _check_scales(scales: Tensor) -> None:

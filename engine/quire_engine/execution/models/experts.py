@@ -12,22 +12,29 @@ import torch
 from torch import Tensor
 
 from quire_engine.execution.models.checkpoint import STORED, Checkpoint, Made
-from quire_engine.execution.models.config import ExpertsConfig, ModelConfig
+from quire_engine.execution.models.config import ModelConfig
+from quire_engine.execution.models.dequantising import E2M1, EXPONENT_BIAS
+from quire_engine.execution.models.experts_config import ExpertsConfig
 from quire_kernels.kernel_set import expert_rows
 from quire_kernels.packed_form import PackedForm
 
 _STACK = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)(_bias)?")
 _BLOCKS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)_blocks")
-# MXFP4, of the Open Compute Project's specification: numbers of four bits, and for 32 of them an exponent.
-_MX_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_MX_GROUP, _MX_BIAS = 32, 127
-# Mixtral's own names, and gpt-oss's of its router.
+_MX_GROUP = 32  # of MXFP4, numbers that share an exponent
+# Below a layer's mlp: what is added to scores for the choice; a router's own norm; what multiplies experts' weights.
+SELECTION_BIAS = "gate.e_score_correction_bias"
+OWN_NORM, EXPERT_SCALES = "gate.scale", "gate.per_expert_scale"
+# Mixtral's own names, gpt-oss's of its router, Gemma's of both, and Ernie's of what is added for the choice.
 _OTHER_NAMES = (
     (re.compile(r"(model\.layers\.\d+\.)block_sparse_moe\."), r"\1mlp."),
     (re.compile(r"(\.mlp\.experts\.\d+\.)w1\."), r"\1gate_proj."),
     (re.compile(r"(\.mlp\.experts\.\d+\.)w2\."), r"\1down_proj."),
     (re.compile(r"(\.mlp\.experts\.\d+\.)w3\."), r"\1up_proj."),
     (re.compile(r"(model\.layers\.\d+\.mlp\.)router\."), r"\1gate."),
+    (re.compile(r"(model\.layers\.\d+\.)experts\."), r"\1mlp.experts."),
+    (re.compile(r"(model\.layers\.\d+\.)router\.proj\."), r"\1mlp.gate."),
+    (re.compile(r"(model\.layers\.\d+\.)router\."), r"\1mlp.gate."),
+    (re.compile(r"(model\.layers\.\d+\.mlp\.)(?:gate\.)?moe_statics\."), r"\1gate."),
 )
 
 
@@ -37,21 +44,38 @@ def is_expert(name: str) -> bool:
 
 
 def expert_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a layer's router and experts; none where it has an MLP."""
-    known = config.experts
+    """Names and shapes of a layer's router, experts and what stands beside them; none where it has an MLP alone."""
+    known, hidden = config.experts, config.hidden_size
     if known is None or not known.layers[layer]:
         return {}
-    mlp = f"model.layers.{layer}.mlp."
-    shapes: dict[str, tuple[int, ...]] = {mlp + "gate.weight": (known.count, config.hidden_size)}
-    if known.biases:
+    prefix, entry = f"model.layers.{layer}.", known.entry
+    mlp = prefix + "mlp."
+    shapes: dict[str, tuple[int, ...]] = {mlp + "gate.weight": (known.count, hidden)}
+    if entry.biases:
         shapes[mlp + "gate.bias"] = (known.count,)
-    sizes = {"gate_proj": known.inner, "up_proj": known.inner, "down_proj": config.hidden_size}
+    if entry.selection_bias:
+        shapes[mlp + SELECTION_BIAS] = (known.count,)
+    if entry.own_norm:
+        shapes |= {mlp + OWN_NORM: (hidden,), mlp + EXPERT_SCALES: (known.count,)}
+    shapes |= {f"{prefix}{name}.weight": (hidden,) for name in entry.beside_mlp or ()}
+    if known.shared_inner:
+        shapes |= _shared_shapes(known, mlp, hidden)
+    sizes = {"gate_proj": known.inner, "up_proj": known.inner, "down_proj": hidden}
     for expert in range(known.count):
         for name, rows in sizes.items():
-            columns = known.inner if name == "down_proj" else config.hidden_size
+            columns = known.inner if name == "down_proj" else hidden
             shapes[f"{mlp}experts.{expert}.{name}.weight"] = (rows, columns)
-            if known.biases:
+            if entry.biases:
                 shapes[f"{mlp}experts.{expert}.{name}.bias"] = (rows,)
+    return shapes
+
+
+def _shared_shapes(known: ExpertsConfig, mlp: str, hidden: int) -> dict[str, tuple[int, ...]]:
+    inner, name = known.shared_inner, f"{mlp}{known.entry.shared}."
+    shapes: dict[str, tuple[int, ...]] = {f"{name}{side}_proj.weight": (inner, hidden) for side in ("gate", "up")}
+    shapes[name + "down_proj.weight"] = (hidden, inner)
+    if known.entry.shared_gate is not None:
+        shapes[f"{mlp}{known.entry.shared_gate}.weight"] = (1, hidden)
     return shapes
 
 
@@ -72,6 +96,8 @@ def take_experts(checkpoint: Checkpoint, config: ModelConfig) -> None:
     for old, new in _OTHER_NAMES:
         checkpoint.rename(lambda name: old.sub(new, name))  # noqa: B023
     for name in sorted(checkpoint.names):
+        if name.endswith(SELECTION_BIAS):
+            _take_bias(checkpoint, name)
         if (blocks := _BLOCKS.fullmatch(name)) is not None:
             _take_blocks(checkpoint, config, known, *blocks.groups())
         found = _STACK.fullmatch(name)
@@ -79,22 +105,30 @@ def take_experts(checkpoint: Checkpoint, config: ModelConfig) -> None:
             continue
         prefix, kind, bias = found.groups()
         rows, columns = _sizes(config, known, kind)
-        turned = known.in_turns and not bias
-        wanted = (
-            (known.count, rows) if bias else (known.count, columns, rows) if turned else (known.count, rows, columns)
-        )
         dtype, shape = checkpoint.stored_as(name)
+        as_rows = (known.count, rows) if bias else (known.count, rows, columns)
+        turned = known.entry.stored != "rows" and not bias
+        if known.entry.stored == "columns" and shape == as_rows:
+            turned = False  # as transformers has them in memory, and saves them
+        wanted = (known.count, columns, rows) if turned else as_rows
         if shape != wanted:
             raise checkpoint.error(name, f"has shape {list(shape)}, the configuration implies {list(wanted)}")
         if dtype not in STORED:
             raise checkpoint.error(name, f"is stored as {dtype}; supported: {', '.join(STORED)}")
         made: dict[str, Made] = {}
         for expert in range(known.count):
-            for part, first, step, count in _rows_of_parts(kind, rows, in_turns=known.in_turns):
+            for part, first, step, count in _rows_of_parts(kind, rows, in_turns=known.entry.stored == "turned"):
                 whole = f"{prefix}{expert}.{part}.{'bias' if bias else 'weight'}"
                 decode = partial(_view, expert=expert, turned=turned, first=first, step=step, count=count)
                 made[whole] = ((count,) if bias else (count, columns)), decode
         checkpoint.divide({"stack": name}, made)
+
+
+def _take_bias(checkpoint: Checkpoint, name: str) -> None:
+    """Some store one row of a matrix."""
+    _, shape = checkpoint.stored_as(name)
+    if len(shape) == 2 and shape[0] == 1:
+        checkpoint.divide({"row": name}, {name: (shape[1:], lambda stored: stored["row"][0])})
 
 
 def _take_blocks(checkpoint: Checkpoint, config: ModelConfig, known: ExpertsConfig, prefix: str, kind: str) -> None:
@@ -109,7 +143,7 @@ def _take_blocks(checkpoint: Checkpoint, config: ModelConfig, known: ExpertsConf
             raise checkpoint.error(names[role], f"is not stored as U8 {list(shape)}, which the configuration implies")
     made: dict[str, Made] = {}
     for expert in range(known.count):
-        for part, first, step, count in _rows_of_parts(kind, rows, in_turns=known.in_turns):
+        for part, first, step, count in _rows_of_parts(kind, rows, in_turns=known.entry.stored == "turned"):
             decode = partial(_decoded, expert=expert, first=first, step=step, count=count)
             made[f"{prefix}{expert}.{part}.weight"] = (count, columns), decode
     checkpoint.divide(names, made)
@@ -118,8 +152,8 @@ def _take_blocks(checkpoint: Checkpoint, config: ModelConfig, known: ExpertsConf
 def _decoded(stored: dict[str, Tensor], *, expert: int, first: int, step: int, count: int) -> Tensor:
     """float32 [count, K]: a byte's lower half comes first."""
     both, exponents = (stored[role][expert][first::step][:count] for role in ("blocks", "scales"))
-    values = torch.tensor(_MX_VALUES)[torch.stack([both & 15, both >> 4], dim=-1).int()]
-    return torch.ldexp(values.flatten(2), exponents[..., None].int() - _MX_BIAS).flatten(1)
+    values = torch.tensor(E2M1)[torch.stack([both & 15, both >> 4], dim=-1).int()]
+    return torch.ldexp(values.flatten(2), exponents[..., None].int() - EXPONENT_BIAS).flatten(1)
 
 
 def _sizes(config: ModelConfig, known: ExpertsConfig, kind: str) -> tuple[int, int]:

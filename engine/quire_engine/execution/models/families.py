@@ -10,9 +10,10 @@ from typing import Literal
 
 # Where a bias comes from: the family always has it, never has it, or the named option of the checkpoint says so.
 Bias = Literal["always", "never"] | str
-# Which layers see a sliding window: none, all of them, those that the Qwen options name, or those of `layer_types`,
-# else all but each nth.
-Window = Literal["never", "all_layers", "qwen", "by_type"]
+# Which layers see a sliding window: none, all of them, those that the Qwen options name (of its mixtures of experts the
+# even ones below a bound, of others those above), those above the bound alone, or those of `layer_types`, else all but
+# each nth.
+Window = Literal["never", "all_layers", "qwen", "qwen_moe", "upper", "by_type"]
 # Which layers are rotated: all by one table; windowed ones by a table of their own; windowed ones alone, or all where
 # there are none; windowed ones alone in any case; or those that `no_rope_layers` does not leave out.
 Rotation = Literal["all", "own_table", "windowed", "windowed_alone", "listed"]
@@ -50,17 +51,39 @@ class Scales:
 class Experts:
     """Experts in place of a layer's MLP: the options that describe them, and their defaults."""
 
+    switch: str | None = None  # the option without which there are none; None: there always are
     inner: str = "intermediate_size"
     default_inner: int | None = None
-    default_count: int
-    default_top_k: int
-    normalised: str | None = None  # the option that has a row's weights sum to 1; None: they always do
-    by_layer: bool = False  # options tell which layers have an MLP all the same
+    count: str | None = None  # None: num_local_experts, or num_experts
+    default_count: int | None = None
+    top_k: str = "num_experts_per_tok"
+    default_top_k: int | None = None
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    selection_bias: bool = False  # that is added to scores for the choice alone
+    groups: bool = False  # options tell of how many groups of experts the best are kept
+    normalised: str | None = None  # the option that has a row's weights divided by their sum; None: they always are
+    default_normalised: bool = False
+    epsilon: float = 0.0  # which is added to the sum
+    least_sum: str | None = None  # the option of the least sum that divides
+    scale: str | None = None  # the option that multiplies the weights
+    # Which layers have experts: all; by decoder_sparse_step and mlp_only_layers; those from first_k_dense_replace on;
+    # or those from moe_layer_start_index to moe_layer_end_index, each by moe_layer_interval.
+    layers: Literal["all", "steps", "behind", "between"] = "all"
+    default_first: int = 0  # of "behind"
+    shared: str | None = None  # the name of an MLP that every row has beside its experts
+    shared_inner: str | None = None  # the option of its width
+    shared_count: str | None = None  # or the one that says how many experts wide it is
+    default_shared: int | None = None
+    shared_gate: str | None = None  # the name of the matrix of one row whose sigmoid multiplies it
+    # Experts beside the layer's MLP, both of which read x: the norms of what the MLP gives, before the experts, and of
+    # what they give.
+    beside_mlp: tuple[str, str, str] | None = None
+    own_norm: bool = False  # the router norms x by a weight of its own, and every expert has a scale
     biases: bool = False  # of the router, and of every expert
     activation: Literal["swiglu_clamped"] | None = None  # None: the option's
-    # How a tensor of all of them is stored: each expert's matrices as they multiply, the gate's rows before up's; or
-    # transposed, with columns of both in turns.
-    stored: Literal["rows", "turned"] = "rows"
+    # How a tensor of all of them is stored: each expert's matrices as they multiply, the gate's rows before up's;
+    # transposed; or transposed with columns of both in turns.
+    stored: Literal["rows", "columns", "turned"] = "rows"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +96,7 @@ class Family:
     o_bias: Bias = "never"
     mlp_bias: Bias = "never"
     qk_norm: Literal["head", "row"] | None = None
+    qk_norm_key: str | None = None  # the option without which there is none; None: there always is
     norms: Norms = Norms()
     norm_form: NormForm = "rounded"
     parallel: bool = False  # attention and MLP read the same normed rows, and both are added
@@ -83,6 +107,7 @@ class Family:
     embeds_by_width: bool = False  # embeddings are multiplied by the root of their width
     window: Window = "never"
     default_window: int | None = None
+    default_bound: int = 28  # of layers with a window, where max_window_layers does not say
     full_each: int | None = None  # by_type without types: each nth layer has no window; None: all have it
     rotation: Rotation = "all"
     pairs: Pairs = "halves"
@@ -106,6 +131,7 @@ class Family:
     layer_scalar: bool = False  # a number by which a layer's result is multiplied
     sinks: bool = False  # every query head has a score without a key
     experts: Experts | None = None
+    more_layers: str | None = None  # the option that counts layers that guess further tokens, which are left out
     may_see_behind: bool = False  # where `use_bidirectional_attention` is true
     text_type: str | None = None  # of a model that sees too: model_type of its text_config, in which the options lie
 
@@ -184,11 +210,18 @@ _GEMMA4 = replace(
     layer_scalar=True,
     default_window=512,
     default_vocab_size=262144,
+    experts=Experts(
+        switch="enable_moe_block",
+        inner="moe_intermediate_size",
+        count="num_experts",
+        top_k="top_k_experts",
+        beside_mlp=("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"),
+        own_norm=True,
+    ),
     # Of models with more parts than these, which have layers of other kinds; and of tokens of images.
     restated=(
         ("num_kv_shared_layers", 0),
         ("use_double_wide_mlp", False),
-        ("enable_moe_block", False),
         ("use_bidirectional_attention", "vision"),
     ),
 )
@@ -240,6 +273,44 @@ _COHERE = Family(
         ("use_parallel_block", True),
         ("use_parallel_embedding", False),
     ),
+)
+_QWEN3_MOE = Family(
+    architecture="Qwen3MoeForCausalLM",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm="head",
+    default_kv_heads=4,
+    default_max_positions=32768,
+    experts=Experts(
+        inner="moe_intermediate_size",
+        default_inner=768,
+        default_count=128,
+        default_top_k=8,
+        normalised="norm_topk_prob",
+        layers="steps",
+    ),
+    restated=(("use_sliding_window", False),),
+)
+# Of DeepSeek-V3 (arXiv:2412.19437) and what routes as it does.
+_BY_SIGMOID = Experts(
+    inner="moe_intermediate_size",
+    default_inner=1408,
+    count="n_routed_experts",
+    scoring="sigmoid",
+    selection_bias=True,
+    groups=True,
+    normalised="norm_topk_prob",
+    epsilon=1e-20,
+    scale="routed_scaling_factor",
+    layers="behind",
+    shared="shared_experts",
+    shared_count="n_shared_experts",
+)
+_ROUTED_SO = (
+    ("moe_layer_freq", 1),
+    ("scoring_func", "sigmoid"),
+    ("scoring_func", "noaux_tc"),
+    ("topk_method", "noaux_tc"),
 )
 _OF_WRAPPERS = ("model.language_model.", "language_model.model.")
 
@@ -367,22 +438,115 @@ _FAMILIES = (
         default_kv_heads=32,
         default_eps=1e-5,
     ),
+    _QWEN3_MOE,
+    replace(
+        _QWEN3_MOE,
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        prefixes=_OF_WRAPPERS,
+        text_type="qwen3_vl_moe_text",
+        default_theta=5e5,
+        default_kv_heads=16,
+        default_max_positions=128000,
+        ignored_rope_keys=frozenset({"mrope_section", "mrope_interleaved"}),
+        experts=Experts(
+            inner="moe_intermediate_size",
+            default_inner=1408,
+            default_count=60,
+            default_top_k=4,
+            layers="steps",
+            stored="columns",
+        ),
+        restated=(("norm_topk_prob", True),),
+    ),
     Family(
-        architecture="Qwen3MoeForCausalLM",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm="head",
-        default_kv_heads=4,
+        architecture="Qwen2MoeForCausalLM",
+        qkv_bias="qkv_bias",
+        default_bias=True,
+        window="qwen_moe",
+        default_window=4096,
+        default_kv_heads=16,
         default_max_positions=32768,
         experts=Experts(
             inner="moe_intermediate_size",
-            default_inner=768,
+            default_inner=1408,
+            default_count=60,
+            default_top_k=4,
+            normalised="norm_topk_prob",
+            layers="steps",
+            shared="shared_expert",
+            shared_inner="shared_expert_intermediate_size",
+            default_shared=5632,
+            shared_gate="shared_expert_gate",
+        ),
+    ),
+    Family(
+        architecture="Glm4MoeForCausalLM",
+        qkv_bias="attention_bias",
+        qk_norm="head",
+        qk_norm_key="use_qk_norm",
+        rotary_share=0.5,
+        default_heads=96,
+        default_kv_heads=8,
+        default_max_positions=131072,
+        default_eps=1e-5,
+        experts=replace(
+            _BY_SIGMOID,
             default_count=128,
             default_top_k=8,
-            normalised="norm_topk_prob",
-            by_layer=True,
+            default_normalised=True,
+            default_first=1,
+            default_shared=1,
         ),
-        restated=(("use_sliding_window", False),),
+        more_layers="num_nextn_predict_layers",
+        restated=_ROUTED_SO,
+    ),
+    Family(
+        architecture="Dots1ForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        window="upper",
+        default_window=4096,
+        default_bound=62,
+        default_heads=32,
+        experts=replace(_BY_SIGMOID, default_shared=0),
+        restated=_ROUTED_SO,
+    ),
+    Family(
+        architecture="Ernie4_5_MoeForCausalLM",
+        pairs="neighbours",
+        default_theta=5e5,
+        default_heads=20,
+        default_kv_heads=4,
+        default_max_positions=131072,
+        default_eps=1e-5,
+        ties_embeddings=True,
+        experts=Experts(
+            inner="moe_intermediate_size",
+            default_inner=1536,
+            count="moe_num_experts",
+            default_count=64,
+            top_k="moe_k",
+            default_top_k=6,
+            selection_bias=True,
+            least_sum="moe_norm_min",
+            layers="between",
+            shared="shared_experts",
+            shared_count="moe_num_shared_experts",
+            default_shared=2,
+        ),
+        more_layers="num_nextn_predict_layers",
+        restated=(("use_bias", False), ("moe_use_aux_free", True), ("moe_gate", "topk")),
+    ),
+    replace(
+        _OLMO2,
+        architecture="FlexOlmoForCausalLM",
+        default_theta=5e5,
+        default_vocab_size=100352,
+        default_heads=32,
+        default_max_positions=4096,
+        default_eps=1e-6,
+        experts=Experts(default_inner=11008, default_count=7, default_top_k=5, normalised="norm_topk_prob"),
     ),
     Family(
         architecture="MixtralForCausalLM",

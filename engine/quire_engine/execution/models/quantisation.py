@@ -11,7 +11,23 @@ from typing import Literal
 
 from quire_engine.execution.models.options import Options
 
-Method = Literal["gptq", "awq", "fp8", "mxfp4", "pack-quantized", "int-quantized", "float-quantized", "gguf"]
+Method = Literal[
+    "gptq",
+    "awq",
+    "fp8",
+    "mxfp4",
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "gguf",
+]
+# Of matrices in FP4: the strategy and the values that share a scale, e4m3 and one of the matrix, or a power of two.
+_FP4: dict[str, tuple[Method, str, int]] = {
+    "nvfp4-pack-quantized": ("nvfp4-pack-quantized", "tensor_group", 16),
+    "mxfp4-pack-quantized": ("mxfp4-pack-quantized", "group", 32),
+}
 _KEY = "quantization_config"
 # Keys of how the numbers were found, and of the kernels that others compute them with. The names of the tensors say
 # which matrices are quantised.
@@ -92,6 +108,8 @@ class Quantisation:
     def __str__(self) -> str:
         if self.method == "gguf":
             return f"GGUF, {self.types}"
+        if self.method in _FP4:
+            return f"compressed-tensors, {self.method.partition('-')[0].upper()}"
         names = {"gptq": f"GPTQ, {self.bits} bits", "awq": "AWQ, 4 bits", "fp8": "FP8", "mxfp4": "MXFP4"}
         return names.get(self.method, f"compressed-tensors, {self.method}, {self.bits} bits")
 
@@ -189,6 +207,10 @@ def _group(group: Options, form: str) -> Quantisation:
         found = Quantisation(method="pack-quantized", bits=bits, group_size=size, symmetric=symmetric)
     elif form == "int-quantized" and (kind, bits, symmetric) == ("int", 8, True) and strategy in {"channel", "tensor"}:
         found = Quantisation(method="int-quantized")
+    elif form in _FP4 and (kind, bits, symmetric) == ("float", 4, True) and strategy == _FP4[form][1]:
+        method, _, size = _FP4[form]
+        _only(weights, "group_size", (size,))
+        found = Quantisation(method=method, bits=4, group_size=size)
     elif form == "float-quantized" and (kind, bits, symmetric) == ("float", 8, True):
         if strategy not in {"channel", "tensor", "block"}:
             raise weights.error(f"strategy={strategy!r} is not supported with {form}")
@@ -196,7 +218,7 @@ def _group(group: Options, form: str) -> Quantisation:
     else:
         raise weights.error(
             f"format={form!r} with type={kind!r}, num_bits={bits}, strategy={strategy!r}, symmetric={symmetric} is not"
-            " read; use a version with W4A16, W8A16, W8A8 or FP8 weights"
+            " read; use a version with W4A16, W8A16, W8A8, FP8, NVFP4 or MXFP4 weights"
         )
     weights.raw("group_size")
     weights.raw("block_structure")

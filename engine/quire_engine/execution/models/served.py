@@ -18,7 +18,8 @@ from quire_engine.config import EngineConfig
 from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.checkpoint import StoredTensors, fingerprint
 from quire_engine.execution.models.config import ModelConfig
-from quire_engine.execution.models.weights import WeightSource
+from quire_engine.execution.models.matrix_parts import WeightSource
+from quire_engine.execution.models.quantisation import Quantisation
 from quire_engine.kv_groups import KVHeads, KVLayout
 from quire_kernels.kernel_set import ChoiceRows, KernelSet
 from quire_kernels.packed_form import PackedForm
@@ -51,6 +52,8 @@ class ModelFacts(Protocol):
     def dtype(self) -> str: ...
     @property
     def windows(self) -> tuple[int | None, ...]: ...  # of each layer; none where layers cannot have blocks of their own
+    @property
+    def quantisation(self) -> Quantisation | None: ...  # of the checkpoint's matrices
 
 
 class ServedModel(Protocol):
@@ -90,7 +93,7 @@ class Wanted:
             facts["implementation"] = implementation
         if isinstance(self.model, ModelConfig) and self.model.headless:  # which another file may say
             facts["head"] = "embedding"
-        if isinstance(self.model, ModelConfig) and self.model.quantisation and self.kernels.stored_bits is not None:
+        if self.model.quantisation is not None and self.kernels.stored_bits is not None:
             # Blocks of GGUF files were decoded once, when other quantised matrices were kept already.
             facts["stored"] = "blocks kept" if self.model.quantisation.method == "gguf" else "kept"
         return json.dumps(facts, sort_keys=True)

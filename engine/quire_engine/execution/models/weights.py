@@ -6,23 +6,25 @@ The files hold exactly the tensors that the configuration implies, or a ModelLoa
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.checkpoint import Checkpoint, StoredTensors, open_checkpoint
-from quire_engine.execution.models.config import ExpertsConfig, ModelConfig
+from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.decoder import Decoder, Weights
 from quire_engine.execution.models.dequantising import decode_quantised
+from quire_engine.execution.models.expert_layers import ExpertLayers
 from quire_engine.execution.models.experts import expert_shapes, is_expert, most_expert_bytes, take_experts
+from quire_engine.execution.models.experts_config import ExpertsConfig
 from quire_engine.execution.models.gguf_tensors import take_gguf
+from quire_engine.execution.models.matrix_parts import Part, WeightSource
 from quire_engine.execution.models.rope import rope_table
 from quire_engine.execution.packed.image import ALIGNMENT, Image, ImageWriter
 from quire_engine.execution.progress import Progress, Tell, tell_nobody
@@ -30,13 +32,11 @@ from quire_engine.kv_groups import KVLayout, one_group
 from quire_kernels.kernel_set import (
     Attend,
     AttentionShape,
-    ExpertMatrices,
     KeepSampled,
     KernelSet,
     LayerOp,
     LinearAdd,
     LinearWeight,
-    MixExperts,
     Norm,
     NormAdd,
     NormGateUp,
@@ -44,9 +44,7 @@ from quire_kernels.kernel_set import (
     PoolPart,
     Project,
     RopeWrite,
-    Routing,
     Source,
-    expert_rows,
 )
 from quire_kernels.packed_form import PackedForm
 from quire_kernels.stored import StoredMatrix, in_common_form, joined
@@ -56,6 +54,7 @@ _HEAD = "lm_head.weight"
 _HEADS = (_HEAD, "score.weight")  # the second one is a classifier's, which the server computes
 EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 Site = Literal["qkv", "o", "gate_up", "down"]
 # Of models that see and hear too; what is left beside these and the text part is an error.
 _OTHER_PARTS = (
@@ -110,7 +109,12 @@ def take_text(checkpoint: Checkpoint, config: ModelConfig) -> None:
     elif config.quantisation is not None:
         decode_quantised(checkpoint, config.quantisation)
     checkpoint.drop(lambda name: name.endswith(".rotary_emb.inv_freq"))  # derived, saved by old exporters
+    _take_names(checkpoint, config)
+    checkpoint.drop(lambda name: _is_of_more_layers(name, config))
     take_experts(checkpoint, config)
+
+
+def _take_names(checkpoint: Checkpoint, config: ModelConfig) -> None:
     if "embed_tokens.weight" in checkpoint.names:  # only the part below the heads was saved
         checkpoint.rename(lambda name: name if name.startswith(("lm_head.", "score.")) else f"model.{name}")
     if config.family.text_type is None:
@@ -120,6 +124,13 @@ def take_text(checkpoint: Checkpoint, config: ModelConfig) -> None:
     if prefix is not None:
         checkpoint.rename(lambda name: name.replace(prefix, "model.", 1) if name.startswith(prefix) else name)
     checkpoint.rename(lambda name: _HEAD if name == "language_model." + _HEAD else name)
+
+
+def _is_of_more_layers(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor is of layers that guess tokens further ahead, which are not computed."""
+    found = _LAYER.match(name)
+    more = range(config.num_layers, config.num_layers + config.more_layers)
+    return config.more_layers > 0 and (name.startswith("model.mtp_") or (found is not None and int(found[1]) in more))
 
 
 def decoder_of(weights: Weights, config: ModelConfig, kernels: KernelSet) -> Decoder:
@@ -166,7 +177,7 @@ def _projections(config: ModelConfig, index: int) -> Iterator[tuple[str, int, in
         yield "self_attn.q_proj", q_width, hidden, config.qkv_bias
         for name in ("k_proj",) if config.keys_are_values(index) else ("k_proj", "v_proj"):
             yield "self_attn." + name, kv_width, hidden, config.qkv_bias
-    if config.has_experts(index):
+    if not config.has_mlp(index):
         return
     yield "mlp.down_proj", hidden, inner, config.mlp_bias
     if "gate_up" in config.family.fused:
@@ -181,7 +192,7 @@ def most_image_bytes(config: ModelConfig, form: PackedForm, itemsize: int) -> in
     total = config.vocab_size * config.hidden_size * itemsize + ALIGNMENT
     total += most_expert_bytes(config, form)
     for shape in (shape for name, shape in expected_shapes(config).items() if not is_expert(name)):
-        total += form.most_bytes(*shape) if len(shape) == 2 else shape[0] * itemsize + ALIGNMENT
+        total += form.most_bytes(*shape) if len(shape) == 2 else shape[0] * max(itemsize, 4) + ALIGNMENT
     for index, heads in enumerate(config.kv_heads):
         if config.keys_are_values(index):  # the rows of the keys are packed twice
             total += form.most_bytes(heads.values, config.hidden_size)
@@ -190,12 +201,12 @@ def most_image_bytes(config: ModelConfig, form: PackedForm, itemsize: int) -> in
 
 def matrices_after_attention(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """Names of a layer's matrices that are multiplied with what its attention gives."""
-    prefix = f"model.layers.{layer}."
-    if config.has_experts(layer):
-        matrices = [name for name, shape in expert_shapes(config, layer).items() if len(shape) > 1]
-        return (prefix + "self_attn.o_proj.weight", *matrices)
-    mlp = ("mlp.gate_up_proj",) if "gate_up" in config.family.fused else ("mlp.gate_proj", "mlp.up_proj")
-    return tuple(f"{prefix}{name}.weight" for name in ("self_attn.o_proj", *mlp, "mlp.down_proj"))
+    prefix, names = f"model.layers.{layer}.", ["self_attn.o_proj"]
+    if config.has_mlp(layer):
+        names += ["mlp.gate_up_proj"] if "gate_up" in config.family.fused else ["mlp.gate_proj", "mlp.up_proj"]
+        names.append("mlp.down_proj")
+    of_experts = (name for name, shape in expert_shapes(config, layer).items() if len(shape) > 1)
+    return (*(f"{prefix}{name}.weight" for name in names), *of_experts)
 
 
 def _drop_tied_head(checkpoint: Checkpoint) -> None:
@@ -253,7 +264,8 @@ class _Layers:
         device: torch.device,
         max_model_len: int,
     ) -> None:
-        self._source, self._config, self._kernels, self._layout = source, config, kernels, layout
+        self._source, self._config, self._layout = source, config, layout
+        self._experts = ExpertLayers(source, config, kernels, self.norm)
         widths = [heads.width for heads in config.kv_heads]
         self._orders = {width: pair_order(config, width) for width in set(widths)}
         self._tables = {
@@ -265,7 +277,7 @@ class _Layers:
         """Of one layer; those behind the last layer's keys and values are for the sample rows alone."""
         config, norms = self._config, self._config.family.norms
         prefix = f"model.layers.{index}."
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        attention = prefix + "self_attn."
         norm = self._norm_at(prefix, norms.attention)
         yield NormLinear(norm=norm, weight=self._qkv(index, prefix), site=site_of(index, "qkv"))
         shape, place = self._shape(index, attention), self._layout.places[index]
@@ -283,40 +295,31 @@ class _Layers:
             yield attend
             yield from self._add("mixed", o, self._norm_at(prefix, norms.after_attention), site=site_of(index, "o"))
             norm = self._norm_at(prefix, norms.mlp)
-            if config.experts is not None and config.experts.layers[index]:
-                yield from self._experts(prefix, config.experts, norm, self._norm_at(prefix, norms.after_mlp))
+            if config.experts is not None and config.has_experts(index):
+                yield from self._with_experts(index, config.experts, norm)
                 return
             yield self._norm_gate_up(index, norm)
-        down = self._matrix(prefix + "down", [Part(mlp + "down_proj")], config.mlp_bias)
-        scale = self._source.tensor(prefix + "layer_scalar").item() if config.family.layer_scalar else 1.0
-        yield from self._add("wide", down, self._norm_at(prefix, norms.after_mlp), scale, site=site_of(index, "down"))
+        after = self._norm_at(prefix, norms.after_mlp)
+        yield from self._add("wide", self._down(index), after, self._scalar(prefix), site=site_of(index, "down"))
 
-    def _experts(self, prefix: str, known: ExpertsConfig, norm: Norm | None, after: Norm | None) -> Iterator[LayerOp]:
-        config, pack, mlp = self._config, self._kernels.pack_router, prefix + "mlp."
-        if pack is None:
-            raise ModelLoadError(f"{config.architecture}: the {self._kernels.name} kernels compute no experts")
-        router = self._source.tensor(mlp + "gate.weight")
-        router_bias = self._source.tensor(mlp + "gate.bias") if known.biases else None
+    def _with_experts(self, index: int, known: ExpertsConfig, norm: Norm | None) -> Iterator[LayerOp]:
+        """Of a layer with experts, what follows attention."""
+        prefix = f"model.layers.{index}."
+        after = self._norm_at(prefix, self._config.family.norms.after_mlp)
+        if after is None or not self._config.has_mlp(index):
+            yield from self._experts.ops(prefix, known, norm, after)
+            return
+        yield self._norm_gate_up(index, norm)
+        yield Project(source="wide", weight=self._down(index), site=site_of(index, "down"))
+        yield from self._experts.ops_beside(prefix, known, after, self._scalar(prefix))
 
-        def parts(name: str, rows: int) -> list[Part]:
-            whole = expert_rows(rows)
-            return [Part(f"{mlp}experts.{expert}.{name}", filled=whole) for expert in range(known.count)]
+    def _down(self, index: int) -> LinearWeight:
+        prefix = f"model.layers.{index}."
+        return self._matrix(prefix + "down", [Part(prefix + "mlp.down_proj")], self._config.mlp_bias)
 
-        gate, up = (parts(name, known.inner) for name in ("gate_proj", "up_proj"))
-        biases = [part.named(".bias") for part in (*gate, *up)] if known.biases else []
-        gate, up = ([part.named(".weight") for part in each] for each in (gate, up))
-        experts = ExpertMatrices(
-            count=known.count,
-            inner=known.inner,
-            gate_up=self._source.gate_up(prefix + "gate_up", gate, up, biases),
-            down=self._matrix(prefix + "down", parts("down_proj", config.hidden_size), known.biases),
-            activation=config.activation,
-        )
-        routing = Routing(weight=pack(router, router_bias), top_k=known.top_k, normalised=known.normalised)
-        scale = config.residual_scale
-        yield MixExperts(norm=norm, routing=routing, experts=experts, scale=scale, to="x" if after is None else "y")
-        if after is not None:
-            yield NormAdd(norm=after)
+    def _scalar(self, prefix: str) -> float:
+        """The number by which a layer's result is multiplied."""
+        return self._source.tensor(prefix + "layer_scalar").item() if self._config.family.layer_scalar else 1.0
 
     def norm(self, name: str) -> Norm:
         """A norm of rows, in the form in which the family multiplies."""
@@ -384,32 +387,6 @@ class _Layers:
         return self._source.matrix(place, weights, biases if bias else [])
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Rows of a stored tensor, perhaps with the values of each head in another order."""
-
-    name: str
-    start: int = 0
-    stop: int | None = None
-    head_order: Tensor | None = None  # [head_dim]: the stored place of each
-    filled: int = 0  # rows of zeros follow, up to so many in all
-
-    def named(self, kind: str) -> Part:
-        return replace(self, name=self.name + kind)
-
-    def pieces(self, stored: Tensor) -> list[Tensor]:
-        """The rows, and the zeros that follow."""
-        rows = self.of(stored)
-        zeros = max(0, self.filled - len(rows))
-        return [rows, rows.new_zeros(1).expand(zeros, *rows.shape[1:])] if zeros else [rows]
-
-    def of(self, stored: Tensor) -> Tensor:
-        rows = stored[self.start : self.stop]
-        if self.head_order is None:
-            return rows
-        return rows.view(-1, len(self.head_order), *rows.shape[1:])[:, self.head_order].flatten(0, 1)
-
-
 def pair_order(config: ModelConfig, width: int) -> Tensor | None:
     """[width]: the stored places of a head's values, so that what rotates together lies half a head apart.
 
@@ -463,25 +440,6 @@ def site_of(layer: int, site: Site) -> int:
     return layer * len(SITES) + SITES.index(site)
 
 
-class WeightSource(Protocol):
-    """Gives each tensor once, by its name in the checkpoint, and each matrix once, by its place in the decoder.
-
-    From every source the same bits.
-    """
-
-    def tensor(self, name: str) -> Tensor: ...
-
-    def matrix(self, place: str, weights: Sequence[Part], biases: Sequence[Part]) -> LinearWeight:
-        """One projection made of the rows of several."""
-        ...
-
-    def gate_up(self, place: str, gate: Sequence[Part], up: Sequence[Part], biases: Sequence[Part]) -> LinearWeight: ...
-
-    def head(self, place: str, name: str, embedding: Tensor) -> LinearWeight:
-        """The last projection; `embedding` is what `tensor` gave for it where both are one."""
-        ...
-
-
 class CheckpointSource:
     """Reads, converts, checks and packs; with an image, into that.
 
@@ -515,13 +473,13 @@ class CheckpointSource:
         phase = "reading weights" if self._form is None else "packing weights"
         self._progress = Progress(phase, checkpoint.num_bytes, tell)
 
-    def tensor(self, name: str) -> Tensor:
-        stored = self._checkpoint.tensor(name)
+    def tensor(self, name: str, *, wide: bool = False) -> Tensor:
+        stored, dtype = self._checkpoint.tensor(name), torch.float32 if wide else self._dtype
         if self._image is None:
             # Always a copy: the file may be replaced while we serve, and its mapping would follow.
-            value = stored.to(device=self._device, dtype=self._dtype, copy=True)
+            value = stored.to(device=self._device, dtype=dtype, copy=True)
         else:
-            value = self._image.place(name, tuple(stored.shape), self._dtype)
+            value = self._image.place(name, tuple(stored.shape), dtype)
             self._convert([stored], value)
         self._check(name, value)
         self._done(name)
@@ -625,7 +583,7 @@ class CheckpointSource:
         else:
             finite = all(bool(torch.isfinite(bound)) for bound in torch.aminmax(value))  # NaN is both bounds
         if not finite:
-            dtype = str(self._dtype).removeprefix("torch.")
+            dtype = str(value.dtype).removeprefix("torch.")
             raise self._checkpoint.error(name, f"holds values that are not finite numbers (in {dtype})")
 
     def _done(self, name: str) -> None:
@@ -640,8 +598,8 @@ class ImageSource:
     def __init__(self, image: Image, form: PackedForm, dtype: torch.dtype) -> None:
         self._image, self._form, self._dtype = image, form, dtype
 
-    def tensor(self, name: str) -> Tensor:
-        return self._image.tensor(name, self._dtype)
+    def tensor(self, name: str, *, wide: bool = False) -> Tensor:
+        return self._image.tensor(name, torch.float32 if wide else self._dtype)
 
     def matrix(self, place: str, weights: Sequence[Part], biases: Sequence[Part]) -> LinearWeight:
         del weights, biases

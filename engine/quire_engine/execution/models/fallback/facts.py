@@ -21,6 +21,7 @@ from quire_engine.execution.models.fallback.interface import AttentionCall, atta
 from quire_engine.execution.models.fallback.model_class import IMPLEMENTATION, ModelClass, in_steps
 from quire_engine.execution.models.fallback.states import SequenceState, cache_parameter
 from quire_engine.execution.models.parameters import Parameters
+from quire_engine.execution.models.quantisation import Quantisation
 from quire_engine.kv_groups import KVHeads
 
 _ROWS = 5  # of the probe: a number that no width is a multiple of by chance
@@ -86,6 +87,7 @@ class Facts:
     read: tuple[str, ...]  # linear modules whose weights others read: they stay plain
     idle: tuple[str, ...]  # modules that text does not pass, such as vision towers: they are not loaded
     parameters: Parameters
+    quantisation: Quantisation | None = None  # of the checkpoint's matrices
 
     @property
     def num_layers(self) -> int:
@@ -161,6 +163,7 @@ def learn_facts(made: ModelClass, dtype: torch.dtype) -> Facts:
         read=tuple(sorted(probe.read)),
         idle=idle,
         parameters=_parameters(model, idle),
+        quantisation=made.quantisation,
     )
 
 

@@ -22,7 +22,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from quire_engine.errors import ModelLoadError
-from quire_engine.execution.models.options import read_json_object
+from quire_engine.execution.models.options import Options, read_json_object
+from quire_engine.execution.models.quantisation import Quantisation, quantisation_of
 
 OURS = "quire"  # our attention and our experts, as transformers' registries name them
 IMPLEMENTATION = f"transformers {transformers.__version__}"
@@ -50,8 +51,9 @@ def in_steps(made: ModelClass) -> Iterator[None]:
 class ModelClass:
     """A class of transformers and a configuration for it."""
 
-    def __init__(self, kind: Any, config: Any) -> None:
-        self.kind, self.config = kind, config
+    def __init__(self, kind: Any, config: Any, quantisation: Quantisation | None = None) -> None:
+        """`quantisation`: of the checkpoint's matrices."""
+        self.kind, self.config, self.quantisation = kind, config, quantisation
 
     @property
     def name(self) -> str:
@@ -109,10 +111,14 @@ def model_class(path: Path) -> ModelClass:
         )
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelLoadError(f"{file}: {IMPLEMENTATION} does not know model_type={model_type!r}")
-    for key in ("quantization_config", "compression_config"):
-        if values.get(key) is not None:
-            raise ModelLoadError(f"{file}: {key}={values[key]!r} is not supported")
-    plain = {key: value for key, value in values.items() if key not in ("auto_map", "custom_pipelines")}
+    if values.get("compression_config") is not None:
+        raise ModelLoadError(f"{file}: compression_config={values['compression_config']!r} is not supported")
+    quantisation = quantisation_of(Options(values, str(file)))
+    if quantisation is not None and quantisation.method in {"mxfp4", "gguf"}:
+        raise ModelLoadError(f"{file}: {quantisation} is not read for models that {IMPLEMENTATION} computes")
+    # Matrices become numbers before transformers' code gets them.
+    unread = ("auto_map", "custom_pipelines", "quantization_config")
+    plain = {key: value for key, value in values.items() if key not in unread}
     try:
         known = CONFIG_MAPPING[model_type]
         config = known.from_dict(known._decode_special_floats(plain))
@@ -121,7 +127,7 @@ def model_class(path: Path) -> ModelClass:
         raise ModelLoadError(f"{file}: {IMPLEMENTATION} cannot read it: {_line(error)}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise ModelLoadError(f"{file}: {name} has an encoder; only decoders are served")
-    return ModelClass(kind, config)
+    return ModelClass(kind, config, quantisation)
 
 
 def _text_generators() -> set[str]:

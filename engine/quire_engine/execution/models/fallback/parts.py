@@ -15,6 +15,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.execution.device import resolve_device
 from quire_engine.execution.models.checkpoint import StoredTensors, open_checkpoint
+from quire_engine.execution.models.dequantising import decode_quantised
 from quire_engine.execution.models.fallback.attention import PLAIN_HEAD_DIM, uses_kernels, with_plain_pool
 from quire_engine.execution.models.fallback.decoder import FallbackDecoder
 from quire_engine.execution.models.fallback.facts import Facts, learn_facts
@@ -51,8 +52,15 @@ class FallbackModel:
         return kernels if self._by_kernels else with_plain_pool(kernels, self.facts)
 
     def parameters(self, path: Path) -> Parameters:
-        del path  # the loader holds the files against the model
-        return self.facts.parameters
+        """The loader holds the files against the model."""
+        form = self.facts.quantisation
+        if form is None:
+            return self.facts.parameters
+        with open_checkpoint(path) as checkpoint:
+            decode_quantised(checkpoint, form)
+            # Experts are stacked, which is done with their numbers.
+            stored = tuple(size for name, size in checkpoint.stored_sizes() if ".experts." not in name)
+        return replace(self.facts.parameters, stored=stored)
 
     @property
     def _by_kernels(self) -> bool:
@@ -120,6 +128,8 @@ class FallbackParts:
     @contextmanager
     def opened(self) -> Iterator[StoredTensors]:
         with open_checkpoint(self._wanted.path) as checkpoint, naming(self._wanted.path):
+            if self._facts.quantisation is not None:
+                decode_quantised(checkpoint, self._facts.quantisation)
             yield ConvertedCheckpoint(checkpoint, self._fresh(), self._facts)
 
     def assemble(self, source_of: SourceOf, *, device: torch.device, max_model_len: int) -> FallbackDecoder:

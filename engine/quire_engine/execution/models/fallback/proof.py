@@ -29,7 +29,7 @@ from quire_engine.execution.models.fallback.decoder import FallbackDecoder
 from quire_engine.execution.models.fallback.facts import Facts, StepArguments, learn_facts
 from quire_engine.execution.models.fallback.model_class import IMPLEMENTATION, ModelClass, in_steps
 from quire_engine.execution.models.fallback.weights import parameters, part_of
-from quire_engine.execution.models.weights import Part
+from quire_engine.execution.models.matrix_parts import Part
 from quire_engine.kv_groups import one_group
 from quire_kernels.kernel_set import KernelSet, LinearWeight
 from quire_kernels.reference import REFERENCE
@@ -242,13 +242,14 @@ def compare(made: ModelClass) -> tuple[float, str]:
 
 
 class MemorySource:
-    """See `models.weights.WeightSource`: random values by the parameters' names."""
+    """See `models.matrix_parts.WeightSource`: random values by the parameters' names."""
 
     def __init__(self, values: Mapping[str, Tensor], kernels: KernelSet, dtype: torch.dtype) -> None:
         self._values, self._kernels, self._dtype = values, kernels, dtype
 
-    def tensor(self, name: str) -> Tensor:
-        return part_of(name, self._values.__getitem__).to(self._dtype, copy=True)
+    def tensor(self, name: str, *, wide: bool = False) -> Tensor:
+        dtype = torch.float32 if wide else self._dtype
+        return part_of(name, self._values.__getitem__).to(dtype, copy=True)
 
     def matrix(self, place: str, weights: Sequence[Part], biases: Sequence[Part]) -> LinearWeight:
         del place

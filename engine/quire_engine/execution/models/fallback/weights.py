@@ -31,7 +31,7 @@ from quire_engine.execution.models.fallback.products import (
     TiledMatrix,
     fused_activation,
 )
-from quire_engine.execution.models.weights import Part, WeightSource
+from quire_engine.execution.models.matrix_parts import Part, WeightSource
 from quire_kernels.kernel_set import Activation, ExpertMatrices, KernelSet, LinearWeight, expert_rows
 from quire_kernels.packed_form import PackedForm
 from quire_kernels.stored import StoredMatrix
@@ -58,6 +58,7 @@ class ConvertedCheckpoint:
         self._sources: dict[str, list[tuple[str, str]]] = defaultdict(list)
         self._first: dict[str, str] = {}  # the group of each name
         self._held: dict[str, Tensor] = {}  # made and not yet done
+        self._kept: set[str] = set()  # groups whose matrix stays as it is stored
         self._done: set[str] = set()
         self._done_groups: set[str] = set()
         self._collect(facts)
@@ -81,9 +82,14 @@ class ConvertedCheckpoint:
         return part_of(name, lambda plain: self._held[plain] if plain in self._held else self._made(plain))
 
     def stored_matrix(self, name: str) -> StoredMatrix | None:
-        """None: transformers' code gets numbers."""
-        del name
-        return None
+        """A quantised matrix that the model has as the files have it; None: it is decoded."""
+        first = self._first.get(name)
+        if first is None or self._groups[first] is not None:
+            return None
+        found = self._checkpoint.stored_matrix(self._sources[first][0][0])
+        if found is not None:
+            self._kept.add(first)
+        return found
 
     def is_done(self, name: str) -> bool:
         return name in self._done
@@ -94,13 +100,16 @@ class ConvertedCheckpoint:
         plain, found = _plain(name), _PART.fullmatch(name)
         value = self._held.get(plain)
         if value is None:
-            return 0
+            return self._group_done(self._first[plain]) if self._first.get(plain) in self._kept else 0
         if found is not None and found["index"] is not None and int(found["index"]) + 1 < len(value):
             return 0
         del self._held[plain]
         first = self._first[plain]
         if any(self._first[other] == first for other in self._held):
             return 0
+        return self._group_done(first)
+
+    def _group_done(self, first: str) -> int:
         if first in self._done_groups:
             return 0
         self._done_groups.add(first)
