@@ -463,8 +463,9 @@ class KernelSet:
     pack_gate_up(gate [I, K], up [I, K], bias [2 I] | None) -> LinearWeight
         The bias is the gate's, then up's.
     pack_stored(matrices, bias [N] | None) -> LinearWeight | None, or None
-        A matrix as others quantised it (stored.py), or gate and up, without a change of its numbers. None: there is no
-        form for it, so that it is decoded and packed as any other.
+        A matrix as others quantised it (stored.py), or gate and up, each as rows one below the other that may be
+        quantised in different ways, without a change of its numbers. None: there is no form for it, so that it is
+        decoded and packed as any other.
     stored_bits(matrix's kind, group_size, columns, beside) -> float | None, or None
         Of a value; None: there is no form for it. `beside`: the bits of a group beside its codes; None: at most, of a
         scale and a zero point. Without it such matrices take no less memory than others, so that a model is loaded with
@@ -562,7 +563,7 @@ class KernelSet:
     copy_blocks: Callable[[Tensor, Sequence[tuple[int, int]]], None] | None = None
     bind_layers: Callable[[Sequence[LayerOp]], BoundLayers] | None = None
     adapted: AdaptedOps | None = None  # None: adapters are refused
-    pack_stored: Callable[[Sequence[StoredMatrix], Tensor | None], LinearWeight | None] | None = None
+    pack_stored: Callable[[Sequence[Sequence[StoredMatrix]], Tensor | None], LinearWeight | None] | None = None
     stored_bits: Callable[[StoredKind, int, int, float | None], float | None] | None = None
     # Whether attention's launches depend only on the numbers of rows and sequences and on bounds of lengths. Then it
     # also handles sequences without rows, and rows without a sequence, whose results are undefined.

@@ -19,7 +19,7 @@ Allocate = Callable[
 ]  # a number of bytes -> uint8 of that many, zeroed, 64-byte aligned, kept by the tensor
 PackLinear = Callable[[Tensor, Tensor | None], Any]  # as in `KernelSet`
 PackGateUp = Callable[[Tensor, Tensor, Tensor | None], Any]
-PackStored = Callable[[Sequence[StoredMatrix], Tensor | None], Any | None]
+PackStored = Callable[[Sequence[Sequence[StoredMatrix]], Tensor | None], Any | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-# Four bits through a table; signed bytes; floats of sign, four bits of exponent and three of mantissa.
-StoredKind = Literal["nibbles", "bytes", "e4m3"]
+# Four bits through a table; signed integers of six and of eight bits; floats of sign, four bits of exponent, three of
+# mantissa.
+StoredKind = Literal["nibbles", "six_bits", "bytes", "e4m3"]
 UNIT_COLUMNS = 256  # that share a unit
-_LEAST_COMMON_GROUP, _LEAST_BYTE = 16, -128
+_LEAST_COMMON_GROUP, _SIX_BITS = 16, 6
 _VALUES_AT_ONCE = 1 << 22  # that are made into floats
 
 
@@ -30,7 +31,7 @@ class StoredMatrix:
     """
 
     kind: StoredKind
-    codes: Tensor  # [N, K] uint8: 0..15, or the bits of the byte
+    codes: Tensor  # [N, K] uint8: 0..15, or the bits of the byte, which for six bits has a value from -32 to 31
     group_size: int
     scales: Tensor  # [N, G] float32, float16, bfloat16 or int8
     table: tuple[float, ...] = ()  # nibbles: 16 values
@@ -86,7 +87,7 @@ class StoredMatrix:
     def _numbers_of_codes(self) -> Tensor:
         if self.kind == "nibbles":
             values = torch.tensor(self.table)[self.codes.int()]
-        elif self.kind == "bytes":
+        elif self.kind in {"bytes", "six_bits"}:
             values = self.codes.view(torch.int8).float()
         else:
             values = self.codes.view(torch.float8_e4m3fn).float()
@@ -131,7 +132,8 @@ def in_common_form(matrices: Sequence[StoredMatrix]) -> list[StoredMatrix] | Non
         return None
     found = [_in_groups_of(each, group) for each in matrices]
     if any((each.kind, each.table) != (first.kind, first.table) for each in found):
-        found = [_in_bytes(each) for each in found]
+        small = all(each.kind == "six_bits" or _fits(each.table, _SIX_BITS) for each in found)
+        found = [_in_whole_numbers(each, "six_bits" if small else "bytes") for each in found]
     if any(each.scale_units is None for each in found):
         found = [_with_floats(each, "scales") for each in found]
     if all(each.offsets is None for each in found):
@@ -142,9 +144,14 @@ def in_common_form(matrices: Sequence[StoredMatrix]) -> list[StoredMatrix] | Non
 
 def _may_change(matrix: StoredMatrix, columns: int) -> bool:
     """Whether codes are or stand for bytes, and groups can be cut."""
-    whole = all(value == int(value) and _LEAST_BYTE <= value < -_LEAST_BYTE for value in matrix.table)
-    is_whole = matrix.shape[1] == columns and columns % matrix.group_size == 0
-    return whole and is_whole and matrix.kind != "e4m3" and matrix.zero_points is None
+    whole = matrix.kind in {"bytes", "six_bits"} or _fits(matrix.table, 8)
+    return whole and matrix.zero_points is None and matrix.shape[1] == columns and columns % matrix.group_size == 0
+
+
+def _fits(table: tuple[float, ...], bits: int) -> bool:
+    """Whether there is a table, of signed integers of so many bits."""
+    most = 1 << (bits - 1)
+    return bool(table) and all(value == int(value) and -most <= value < most for value in table)
 
 
 def _in_groups_of(matrix: StoredMatrix, group_size: int) -> StoredMatrix:
@@ -156,11 +163,12 @@ def _in_groups_of(matrix: StoredMatrix, group_size: int) -> StoredMatrix:
     return replace(matrix, group_size=group_size, **changes)
 
 
-def _in_bytes(matrix: StoredMatrix) -> StoredMatrix:
-    if matrix.kind == "bytes":
-        return matrix
+def _in_whole_numbers(matrix: StoredMatrix, kind: Literal["six_bits", "bytes"]) -> StoredMatrix:
+    """With codes that are the values themselves."""
+    if not matrix.table:
+        return replace(matrix, kind=kind)
     values = torch.tensor(matrix.table).to(torch.int8).view(torch.uint8)
-    return replace(matrix, kind="bytes", table=(), codes=values[matrix.codes.int()])
+    return replace(matrix, kind=kind, table=(), codes=values[matrix.codes.int()])
 
 
 def _with_floats(matrix: StoredMatrix, name: Literal["scales", "offsets"]) -> StoredMatrix:

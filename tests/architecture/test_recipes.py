@@ -29,7 +29,7 @@ from quire_engine.scheduling.policies import Policies, policies_for
 from quire_engine.types import SamplingParams
 from quire_kernels import kernel_set
 from quire_kernels.cpu.packing import KINDS
-from quire_kernels.cpu.stored import STORED_KINDS
+from quire_kernels.cpu.stored import STACKED, STORED_KINDS
 from quire_kernels.cpu.variants import VARIANTS
 from quire_kernels.kernel_set import KernelSet
 from quire_kernels.reference import REFERENCE
@@ -272,10 +272,12 @@ def test_an_instruction_set_has_one_name():
 
 def test_a_kind_of_weight_has_one_name_and_one_number():
     text = (CSRC / "weights" / "linear.h").read_text("utf-8")
-    (listed,) = re.findall(r"enum class WeightKind : int32_t \{ (.*) \};", text)
-    numbers = {name.lower(): int(number) for name, number in re.findall(r"k(\w+) = (\d)", listed)}
+    (listed,) = re.findall(r"enum class WeightKind : int32_t \{(.*?)\};", text, re.DOTALL)
+    found = re.findall(r"k(\w+) = (\d)", listed)
+    numbers = {re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(): int(number) for name, number in found}
     kinds: Mapping[Literal["int8", "int4"] | None, Any] = KINDS
-    assert numbers == {name or "bf16": kind.number for name, kind in kinds.items()} | STORED_KINDS
+    own = {name or "bf16": kind.number for name, kind in kinds.items()}
+    assert numbers == own | STORED_KINDS | {"stacked": STACKED}
     assert set(get_args(kernel_set.Quantization)) == set(get_args(config.Quantization)) == set(kinds) - {None}
     headers = {path.name for path in (CSRC / "weights").glob("*_weights.h")}
     assert headers == {f"{name or 'bf16'}_weights.h" for name in kinds} | {"stored_weights.h"}

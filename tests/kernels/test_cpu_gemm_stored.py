@@ -32,13 +32,13 @@ def variant(request):
 
 def halves(matrix):
     rows = matrix.shape[0] // 2
-    return matrix.over_rows(lambda part: part[:rows]), matrix.over_rows(lambda part: part[rows:])
+    return [matrix.over_rows(lambda part: part[:rows])], [matrix.over_rows(lambda part: part[rows:])]
 
 
 def packed_of(kernels, matrix, bias):
     return (
-        kernels.pack_stored([matrix], None),
-        kernels.pack_stored([matrix], bias),
+        kernels.pack_stored([[matrix]], None),
+        kernels.pack_stored([[matrix]], bias),
         kernels.pack_stored(halves(matrix), bias),
     )
 
@@ -49,11 +49,16 @@ def numbers(memory, form):
     return memory.contiguous().view(dtype).float()
 
 
+def unpacked(words, width):
+    """[P, L, 64, 2] words of 16 bits -> [P, L, 16 / width, 64, 2], the lowest bits first."""
+    return torch.stack([words >> width * step & (1 << width) - 1 for step in range(16 // width)], dim=2)
+
+
 def read_back(w):
     """[P * 64, k] float32 from a packed matrix's memory, by the description in weights/stored.h."""
     args, memory = w.args, w.parts["packed"].view(len(w.parts["starts"]) - 1, -1)
     columns = 32 if args.group % 32 == 0 else 16
-    width, per_load = (4, 4) if args.kind == 3 else (8, 2)
+    width = {3: 4, 6: 6}.get(args.kind, 8)
     with_units = args.scale_form == 3 or args.offset_form == 5
     scale_size = {0: 2, 1: 2, 2: 4, 3: 1}[args.scale_form]
     offset_size = {0: 0, 1: 1, 2: 2, 3: 2, 4: 4, 5: 1}[args.offset_form]
@@ -79,10 +84,17 @@ def read_back(w):
             words = memory[:, at : at + size].contiguous().view(torch.int16).view(len(memory), -1, 64, 2).int() & 0xFFFF
             at += size
             # [P, loads, 64, 2] words -> [P, loads, steps of a load, 64, 2] -> columns in order
-            codes = torch.stack([words >> width * step & (1 << width) - 1 for step in range(per_load)], dim=2)
+            if width == 6:
+                low, high = words.view(len(memory), -1, 3, 64, 2).split([2, 1], dim=2)
+                codes = unpacked(low.flatten(1, 2), 4).reshape(len(memory), -1, 8, 64, 2)
+                codes |= unpacked(high.squeeze(2), 2) << 4
+            else:
+                codes = unpacked(words, width)
             codes = codes.permute(0, 3, 1, 2, 4).flatten(2)
             if args.kind == 3:
                 values = w.parts["table"].float()[codes]
+            elif args.kind == 6:
+                values = torch.where(codes < 32, codes, codes - 64).float()
             else:
                 values = codes.to(torch.uint8).view(torch.int8 if args.kind == 4 else torch.float8_e4m3fn).float()
             found.append((values - points[..., None]) * scales[..., None] + offsets[..., None])
@@ -95,7 +107,7 @@ def read_back(w):
 def test_what_is_packed_is_the_matrix_to_the_last_bit(variant, name, n, k):
     kernels, matrix = kernel_set(variant), stored_matrix(name, n, k)
     exact = matrix.dequantised()
-    assert torch.equal(read_back(kernels.pack_stored([matrix], None))[:n, :k], exact)
+    assert torch.equal(read_back(kernels.pack_stored([[matrix]], None))[:n, :k], exact)
     pair = read_back(kernels.pack_stored(halves(matrix), None))[:, :k].view(-1, 2, PANEL // 2, k).transpose(0, 1)
     gate, up = pair.flatten(1, 2)[:, : n // 2]
     assert torch.equal(torch.cat([gate, up]), exact)
@@ -171,6 +183,49 @@ def test_a_row_does_not_depend_on_the_others(variant, name, n, k):
                 assert torch.equal(got, together[op][:m]), (op, threads, m)
 
 
+STACK = (("q4_k", 128), ("six bits", 64), ("q8_0", 70))
+
+
+@pytest.mark.parametrize("k", [256, 2304])
+def test_rows_of_several_forms_have_the_bits_of_each_alone(variant, k):
+    """Bitwise, with a bias too, in any batch and with one, two and three threads."""
+    matrices = [stored_matrix(name, rows, k) for name, rows in STACK]
+    given = operands(sum(rows for _, rows in STACK), k, ALL_ROWS)
+    norm = Norm(given.norm, EPS)
+    together: dict[str, torch.Tensor] = {}
+    for threads in (2, 1, 3):
+        kernels = kernel_set(variant, None, threads)
+        stacked = kernels.pack_stored([matrices], given.bias)
+        assert stacked.args.kind == 7
+        biases = given.bias.split([rows for _, rows in STACK])
+        alone = [kernels.pack_stored([[each]], bias) for each, bias in zip(matrices, biases, strict=True)]
+        for m in (ALL_ROWS, 1, 2, 5, 17) if threads == 2 else (1, 17):
+            x, residual = given.x[:m], given.residual[:m]
+            got = {
+                "norm_linear": kernels.norm_linear(x, norm, stacked),
+                "linear_add": kernels.linear_add(x, stacked, residual.clone()),
+                "wide": kernels.linear(x, stacked, True),
+            }
+            assert torch.equal(got["norm_linear"], torch.cat([kernels.norm_linear(x, norm, w) for w in alone], dim=1))
+            assert torch.equal(got["wide"], torch.cat([kernels.linear(x, w, True) for w in alone], dim=1))
+            assert kernels.greedy(x, None, stacked)[0] == got["wide"].argmax(dim=1).tolist()
+            together = together or got
+            for op, values in got.items():
+                assert torch.equal(values, together[op][:m]), (op, threads, m)
+
+
+def test_rows_that_share_a_panel_get_a_form_in_common(variant):
+    kernels = kernel_set(variant)
+    matrices = [stored_matrix(name, rows, 256) for name, rows in (("q4_k", 33), ("six bits", 40), ("q8_0", 64))]
+    packed = kernels.pack_stored([matrices], None)
+    assert packed.args.kind == 4
+    exact = torch.cat([each.dequantised() for each in matrices])
+    assert torch.equal(kernels.linear(torch.eye(256).bfloat16(), packed, True).T, exact)
+    pair = kernels.pack_stored([[stored_matrix("q4_1", 64, 256)], [stored_matrix("six bits", 64, 256)]], None)
+    assert pair.gate_up
+    assert pair.args.kind == 6
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_a_row_of_nan_stays_alone(variant, name):
     kernels, matrix, given = kernel_set(variant), stored_matrix(name, 130, 96), operands(130, 96, 40)
@@ -194,5 +249,5 @@ def test_every_code_has_its_value(variant):
         form = stored_matrix(name, 8, 32)
         matrix = type(form)(kind=form.kind, codes=codes, group_size=32, scales=scales)
         for rows in (one_hot, one_hot[:3]):
-            got = kernels.linear(rows, kernels.pack_stored([matrix], None), True)
+            got = kernels.linear(rows, kernels.pack_stored([[matrix]], None), True)
             assert torch.equal(got, matrix.dequantised().T[: len(rows)]), name

@@ -84,8 +84,8 @@ def stored_matrices(name, n, k):
     kernels, matrix = kernel_set(BEST), stored_matrix(name, n, k)
     form, bias = kernels.packed_form, torch.linspace(-1, 1, n).bfloat16()
     pack = form.stored_packer(allocate)
-    halves = [matrix.over_rows(lambda part, rows=rows: part[rows]) for rows in (slice(n // 2), slice(n // 2, n))]
-    return form, pack([matrix], None), pack([matrix], bias), pack(halves, bias)
+    halves = [[matrix.over_rows(lambda part, rows=rows: part[rows])] for rows in (slice(n // 2), slice(n // 2, n))]
+    return form, pack([[matrix]], None), pack([[matrix]], bias), pack(halves, bias)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -100,6 +100,52 @@ def test_what_others_quantised_is_restored_too(name, n, k):
         assert sum(-(-tensor.nbytes // 64) * 64 for tensor in form.parts(each).values()) <= form.most_bytes(n, k)
 
 
+def stacked_matrix(bias):
+    """Rows of three forms, and the form of packed matrices."""
+    kernels = kernel_set(BEST)
+    rows = [stored_matrix(name, n, 512) for name, n in (("q4_k", 128), ("six bits", 64), ("q8_0", 70))]
+    return kernels.packed_form, kernels.packed_form.stored_packer(allocate)([rows], bias)
+
+
+@pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 262).bfloat16()])
+def test_rows_of_several_forms_are_restored_too(bias):
+    form, packed = stacked_matrix(bias)
+    restored = form.restore(form.facts(packed), copied(form.parts(packed)))
+    kernels, x = kernel_set(BEST), operands(262, 512, 3).x
+    assert torch.equal(kernels.linear(x, restored, True), kernels.linear(x, packed, True))
+    assert form.facts(restored) == form.facts(packed)
+    assert sum(-(-tensor.nbytes // 64) * 64 for tensor in form.parts(packed).values()) <= form.most_bytes(262, 512)
+
+
+def test_memory_that_is_no_stack_is_refused():
+    form, packed = stacked_matrix(None)
+    facts, parts = form.facts(packed), copied(form.parts(packed))
+    wrong_facts = (
+        *({"num_parts": count} for count in (0, 1, 2, 5)),
+        *({name: value} for name in ("0.kind", "1.kind") for value in (0, 2, 7)),
+        {"n": 261},
+        {"0.n": 192},
+        {"0.n": 100, "2.n": 98},
+        {"1.columns": 256},
+        {"columns": 256},
+        {"gate_up": 1},
+        {"2.gate_up": 1},
+        {"0.group": 64},
+    )
+    for wrong in wrong_facts:
+        with pytest.raises(ValueError):
+            form.restore(facts | wrong, parts)
+    for changed in (
+        {name: part for name, part in parts.items() if name != "1.starts"},
+        parts | {"bias": allocate(256)},
+        parts | {"1.bias": allocate(256)},
+        parts | {"3.packed": allocate(64)},
+        parts | {"1.packed": parts["1.packed"][:-64].clone()},
+    ):
+        with pytest.raises(ValueError):
+            form.restore(facts, changed)
+
+
 @pytest.mark.parametrize("name", ["awq", "q4_k", "q6_k", "fp8"])
 def test_memory_that_is_no_matrix_of_others_is_refused(name):
     form, packed, *_ = stored_matrices(name, 130, 512)
@@ -107,7 +153,7 @@ def test_memory_that_is_no_matrix_of_others_is_refused(name):
     form.restore(facts, parts)
     group = facts["group"]
     for wrong in (
-        {"kind": 6},
+        {"kind": 7},
         {"kind": 1},
         {"group": 0},
         {"group": -group},
@@ -131,18 +177,20 @@ STORED_DIGESTS = {
     (1, "q4_k"): "f13a226b1ca0464d",
     (1, "q6_k"): "4e2db2aa9dbec808",
     (1, "fp8"): "eeadb8db57fc46a5",
+    (1, "six bits"): "92f3406c8d7c6f1d",
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", ["awq", "q4_k", "q6_k", "fp8"])
+@pytest.mark.parametrize("name", [name for _, name in STORED_DIGESTS])
 def test_the_version_changes_with_what_others_quantised(variant, name):
     def numbers(shape, least, count):
         return least + torch.arange(shape[0] * shape[1]).view(shape) * 7919 % 2003 % count
 
     made = stored_matrix(name, 130, 512)
     steps = {"scales": 1e-3, "scale_units": 1e-4, "offset_units": -1e-4}
-    counts = {"codes": 16 if made.table else 120, "scales": 63, "offsets": 63, "zero_points": 15}
+    codes = {"nibbles": 16, "six_bits": 31}.get(made.kind, 120)
+    counts = {"codes": codes, "scales": 63, "offsets": 63, "zero_points": 15}
 
     def of_formula(part):
         like = getattr(made, part)
@@ -150,7 +198,7 @@ def test_the_version_changes_with_what_others_quantised(variant, name):
         return (values * steps.get(part, 1) if like.is_floating_point() else values - 1).to(like.dtype)
 
     form = kernel_set(variant).packed_form
-    packed = form.stored_packer(allocate)([made.with_parts(of_formula)], None)
+    packed = form.stored_packer(allocate)([[made.with_parts(of_formula)]], None)
     digest = hashlib.sha256()
     for _, part in sorted(form.parts(packed).items()):
         digest.update(part.view(torch.uint8).numpy().tobytes())

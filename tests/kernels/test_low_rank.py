@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from quire_kernels.cpu.variants import usable_variants
 from quire_kernels.kernel_set import Addend, KernelSet, LowRankMatrix, LowRankPart, Norm
 from quire_kernels.reference import REFERENCE
 from support.cpu_linear import EPS, KINDS, Operands, kernel_set, operands
+from support.cpu_stored import stored_matrix
 
 VARIANTS = [variant.name for variant in usable_variants()]
 ROWS = 21
@@ -114,6 +117,23 @@ def test_many_rows_have_the_bits_of_few(variant: str) -> None:
     few = run(kernel_set(variant, threads=1), given.rows(some), parts, slots[some])
     for name, values in whole.items():
         assert torch.equal(values[some], few[name]), name
+
+
+def test_rows_of_several_kinds_get_what_each_gets_alone() -> None:
+    """Queries, keys and values that others quantised in different ways."""
+    kernels, k, sizes = kernel_set(VARIANTS[0]), 256, (128, 64, 70)
+    stored = [stored_matrix(name, n, k) for name, n in zip(("q4_k", "six bits", "q8_0"), sizes, strict=True)]
+    ops, x, slots = kernels.adapted, operands(262, k, 9).x, torch.tensor([0, -1, 0, 0, -1, 0, 0, 0, -1]).int()
+    assert ops is not None
+    assert kernels.pack_stored is not None
+    whole = low_rank(262, k, ((0, 128, 4), (128, 64, 3), (192, 70, 2)), 0, gate_up=False)
+    addend = Addend(slots=slots, matrices=(ops.pack(whole),))
+    found = ops.norm_linear(x, None, kernels.pack_stored([stored], None), addend).split(sizes, dim=1)
+    for values, matrix, part in zip(found, stored, whole.parts, strict=True):
+        one = replace(whole, num_rows=matrix.shape[0], parts=(replace(part, first_row=0),))
+        weight = kernels.pack_stored([[matrix]], None)
+        alone = ops.norm_linear(x, None, weight, Addend(slots=slots, matrices=(ops.pack(one),)))
+        assert torch.equal(values, alone)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -39,6 +39,8 @@ def _form(  # noqa: PLR0917 - a table of forms
 
         if kind == "nibbles":
             codes = _integers(0, 15, (n, k), generator).to(torch.uint8)
+        elif kind == "six_bits":
+            codes = _integers(-32, 31, (n, k), generator).to(torch.int8).view(torch.uint8)
         elif kind == "bytes":
             codes = _integers(0, 255, (n, k), generator).to(torch.uint8)
         else:  # without NaN
@@ -79,6 +81,9 @@ FORMS: dict[str, Make] = {
     "q6_k": _form("bytes", 16, "units", "none", (), 80.0),
     "fp8": _form("e4m3", 128, "float", "none", (), 100.0),
     "fp8 by row": _form("e4m3", -1, "float", "none", (), 100.0),
+    "six bits": _form("six_bits", 16, "units", "none", (), 20.0),
+    "six bits with offsets": _form("six_bits", 32, "units", "units", (), 20.0),
+    "six bits by row": _form("six_bits", -1, "float", "points", (), 20.0),
 }
 
 

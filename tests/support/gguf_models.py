@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from support.checkpoints import make_checkpoint
 from support.gguf_blocks import numbers, random_blocks
+from support.gguf_experts import is_expert, store_experts
 from support.gguf_files import Stored, Typed, write_gguf, write_shards
 
 # The library's names of the families' architectures, as general.architecture has them.
@@ -27,10 +28,12 @@ ARCHITECTURES = {
     **{"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2"},
     **{"gemma3": "gemma3", "phi3": "phi3", "granite": "granite", "smollm3": "smollm3", "olmo2": "olmo2"},
     **{"olmo3": "olmo2", "glm4": "glm4", "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "cohere": "command-r"},
-    **{"cohere2": "cohere2", "exaone4": "exaone4"},
+    **{"cohere2": "cohere2", "exaone4": "exaone4", "qwen3_moe": "qwen3moe", "mixtral": "llama"},
+    **{"olmoe": "olmoe", "gpt_oss": "gpt-oss"},
 }
-_PERMUTED = {"llama", "mistral", "granite", "smollm3"}
+_PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral"}
 _SHIFTED = {"gemma2", "gemma3"}
+_EXPERTS = {"qwen3_moe", "mixtral", "olmoe", "gpt_oss"}
 Kinds = Callable[[str, tuple[int, ...]], str]
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -73,8 +76,10 @@ def convert(
     if config.get("tie_word_embeddings") or (family in _SHIFTED and "lm_head.weight" not in tensors):
         tensors.pop("lm_head.weight", None)
     random = np.random.default_rng(17)
-    stored: list[Stored] = []
+    stored = store_experts(tensors, kinds, random)
     for name, tensor in tensors.items():
+        if is_expert(name):
+            continue
         array, tensors[name] = _store(name, tensor, family, config, kinds, random)
         stored.append(array)
     stored += _factors(config)
@@ -100,6 +105,8 @@ def _store(  # noqa: PLR0917 - what a tensor depends on
     layers = config["num_hidden_layers"]
     arch = next(each for each, text in gguf.MODEL_ARCH_NAMES.items() if text == ARCHITECTURES[family])
     new = gguf.get_tensor_name_map(arch, layers).get_name(name, try_suffixes=(".weight", ".bias"))
+    if name.endswith(".sinks"):
+        new = f"blk.{name.split('.')[2]}.attn_sinks.weight"
     assert new is not None, name
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
     order: NDArray[Any] = np.arange(tensor.shape[0])
@@ -193,6 +200,12 @@ def metadata_of(config: Mapping[str, Any], family: str) -> dict[str, Any]:
     if rope.get("rope_type") == "longrope" and original:
         scale = config["max_position_embeddings"] / original
         found["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+    if family in _EXPERTS:
+        count = config.get("num_local_experts") or config["num_experts"]
+        found |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
+    if family in {"qwen3_moe", "gpt_oss"}:
+        inner = config.get("moe_intermediate_size", config["intermediate_size"])
+        found["expert_feed_forward_length"] = inner
     scales = {
         "granite": {
             "attention.scale": "attention_multiplier",

@@ -170,7 +170,7 @@ class Product {
         }
         pool.first.wait(worker, pairs_.count);
       }
-      PanelQueue queue{pool.second, pairs_.num_hit * panels, panels};
+      PanelQueue queue{pool.second, pairs_.num_hit * panels};
       while (queue.fetch(worker)) {
         const int64_t product = queue.held.begin / panels, expert = pairs_.hit[product];
         const int64_t first = pairs_.starts[expert], rows = pairs_.rows_of(expert);
@@ -178,7 +178,7 @@ class Product {
                                              : reinterpret_cast<const char*>(from_ + first * stack_.all.columns);
         const Rows given{rows, data, reinterpret_cast<const float*>(memory + scales_) + first,
                          reinterpret_cast<const int32_t*>(memory + sums_) + first * groups_};
-        Deal deal(queue, product);
+        Deal deal(queue, product * panels, panels);
         gemm_worker(deal, worker, stack_.at(expert), given, {epilogue, out + first * stride, stride, nullptr}, own);
       }
     });

@@ -252,6 +252,11 @@ int64_t decoded_bytes(const Linear& w, int64_t m) {
 }  // namespace
 
 int64_t gemm_scratch_bytes(const Linear& w, int64_t m) {
+  if (w.kind == WeightKind::kStacked) {
+    int64_t most = 0;
+    for (int64_t part = 0; part < w.num_parts; ++part) most = std::max(most, gemm_scratch_bytes(w.parts[part], m));
+    return most;
+  }
   return with_kind(w.kind, [&](auto kind) {
     using Kind = decltype(kind);
 #if defined(QUIRE_AMX)

@@ -41,12 +41,15 @@ struct Output {
   const uint64_t* allowed = nullptr;  // kBest: [m, panels] bits of columns that may be the best, or null: all may
   float scale = 1.0f;                 // kAdd: of the sums
   const Addend* addend = nullptr;     // what adapters add to the sums, or null
+  const Linear* whole = nullptr;      // the matrix that the one given is a part of, from its panel `first_panel` on
+  int64_t first_panel = 0;
 };
 
 // Partial sums and decoded weights that one worker needs for m rows, in bytes.
 int64_t gemm_scratch_bytes(const Linear& w, int64_t m);
 
-// What is left of the product, piece by piece (gemm_partition.h); each worker of a run calls it.
+// What is left of the product, piece by piece (gemm_partition.h); each worker of a run calls it, for each part of a
+// matrix that is stacked.
 void gemm_worker(Deal& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch);
 
 inline void gemm_worker(Pieces& pieces, int worker, const Linear& w, const Rows& rows, const Output& out,

@@ -11,11 +11,10 @@
 
 namespace quire {
 
-// The panels of several products, as one worker takes them: number product * panels + panel.
+// The panels of several products, one product's behind the other's, as one worker takes them.
 struct PanelQueue {
   Pieces& pieces;
-  int64_t total;   // of all products
-  int64_t panels;  // of one
+  int64_t total;  // of all products
   Piece held{};
   bool holds = false;
 
@@ -29,31 +28,33 @@ struct PanelQueue {
 class Deal {
  public:
   explicit Deal(Pieces& pieces) : pieces_(pieces) {}
-  // Of the queue's panels those of one product, until one of another product follows.
-  Deal(PanelQueue& queue, int64_t product) : pieces_(queue.pieces), queue_(&queue), product_(product) {}
+  // Of the queue's panels those of one product, `panels` from `first` on, until one of another product follows.
+  Deal(PanelQueue& queue, int64_t first, int64_t panels)
+      : pieces_(queue.pieces), queue_(&queue), first_(first), panels_(panels) {}
 
   // A panel that is dealt among those of others is not shared with other workers.
   int64_t workers() const { return queue_ == nullptr ? pieces_.workers() : 1; }
 
   bool take(int worker, int64_t count, int64_t grain, Piece* piece) {
     if (queue_ == nullptr) return pieces_.take(worker, count, grain, piece);
-    if (at_ >= 0 && at_ + queue_->panels < count) {  // the panel's next rows
-      at_ += queue_->panels;
+    if (at_ >= 0 && at_ + panels_ < count) {  // the panel's next rows
+      at_ += panels_;
     } else {
-      if (!queue_->fetch(worker) || queue_->held.begin / queue_->panels != product_) return false;
+      if (!queue_->fetch(worker) || !is_own(queue_->held.begin)) return false;
       queue_->holds = false;
-      at_ = queue_->held.begin % queue_->panels;
-      const int64_t next = queue_->held.next;
-      next_ = next >= 0 && next / queue_->panels == product_ ? next % queue_->panels : -1;
+      at_ = queue_->held.begin - first_;
+      next_ = is_own(queue_->held.next) ? queue_->held.next - first_ : -1;
     }
     *piece = {at_, at_ + 1, next_};
     return true;
   }
 
  private:
+  bool is_own(int64_t panel) const { return panel >= first_ && panel < first_ + panels_; }
+
   Pieces& pieces_;
   PanelQueue* queue_ = nullptr;
-  int64_t product_ = 0;
+  int64_t first_ = 0, panels_ = 0;
   int64_t at_ = -1, next_ = -1;
 };
 

@@ -130,8 +130,10 @@ void finish(const Linear& w, const Rows& rows, const Output& out, int64_t row, i
 
 // The rows [row, row + live) of one panel, sums [live][64].
 template <typename Kind>
-inline void finish_tile(const Linear& w, const Rows& rows, const Output& out, int64_t row, int64_t live, int64_t panel,
-                        const float* sums) {
+inline void finish_tile(const Linear& multiplied, const Rows& rows, const Output& out, int64_t row, int64_t live,
+                        int64_t panel_of_multiplied, const float* sums) {
+  const Linear& w = out.whole == nullptr ? multiplied : *out.whole;
+  const int64_t panel = out.first_panel + panel_of_multiplied;
   switch (out.epilogue) {
     case Epilogue::kStore: return finish<Kind, Epilogue::kStore>(w, rows, out, row, live, panel, sums);
     case Epilogue::kStoreFloat: return finish<Kind, Epilogue::kStoreFloat>(w, rows, out, row, live, panel, sums);

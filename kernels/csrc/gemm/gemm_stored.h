@@ -132,10 +132,10 @@ template <typename Kind, typename Codes, int kRows, int kWide>
     unrolled<2>(
         [&](auto p) { unrolled<kRows>([&](auto r) { unrolled<kWide>([&](auto v) { chains[p][r][v] = vzero(); }); }); });
 #endif
-    for (int64_t load = 0; load < loads; ++load, at += kStepBytes) {
+    for (int64_t load = 0; load < loads; ++load, at += Codes::kLoadBytes) {
       if (cold != Cold::kNo) {
         const char* next = at + kPrefetchBytes;
-        prefetch<kStepBytes>(cold, next < panel.end ? next : ahead.follows + (next - panel.end));
+        prefetch<Codes::kLoadBytes>(cold, next < panel.end ? next : ahead.follows + (next - panel.end));
       }
       typename Codes::Load words[kWide];
       unrolled<kWide>([&](auto v) { words[v] = Codes::load(at + (first + v) * kLanes * 4); });
@@ -200,10 +200,10 @@ template <typename Codes>
   const int64_t loads = layout.steps / Codes::kSteps;
   for (int64_t block = begin; block < end; ++block) {
     const char* at = panel.start + layout.block_at(block);
-    for (int64_t load = 0; load < loads; ++load, at += kStepBytes) {
+    for (int64_t load = 0; load < loads; ++load, at += Codes::kLoadBytes) {
       if (cold != Cold::kNo) {
         const char* next = at + kPrefetchBytes;
-        prefetch<kStepBytes>(cold, next < panel.end ? next : follows + (next - panel.end));
+        prefetch<Codes::kLoadBytes>(cold, next < panel.end ? next : follows + (next - panel.end));
       }
       typename Codes::Load words[kVecs];
       unrolled<kVecs>([&](auto v) { words[v] = Codes::load(at + v * kLanes * 4); });

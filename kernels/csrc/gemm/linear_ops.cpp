@@ -50,6 +50,41 @@ void prepare_row(const Linear& w, const Input& in, int64_t row, const Prepared<K
   if (apart) take_apart<Kind>(w, in.m, row, whole, to.data);
 }
 
+// Bytes of all prepared rows, and of a worker's own memory.
+struct Memory {
+  int64_t prepared, own;
+};
+
+// prepare(row, memory, own) for all `m` rows of k values, then multiply(worker, memory, own) by every worker.
+template <typename Prepare, typename Multiply>
+void run_prepared(Context& context, int64_t m, int64_t k, const Memory& sizes, const Prepare& prepare,
+                  const Multiply& multiply) {
+  Pool& pool = context.pool;
+  const bool redundant = m * k <= kRedundantValues;
+  if (!redundant) context.shared.reserve(static_cast<size_t>(sizes.prepared));
+  context.reserve_own(static_cast<size_t>(sizes.own + (redundant ? sizes.prepared : 0)));
+  pool.run([&](int worker) {
+    char* own = context.own[static_cast<size_t>(worker)].data();
+    char* memory = redundant ? own + sizes.own : context.shared.data();
+    if (redundant) {
+      for (int64_t row = 0; row < m; ++row) prepare(row, memory, own);
+    } else {
+      Piece rows;
+      while (pool.first.take(worker, m, kPreparedTogether, &rows)) {
+        for (int64_t row = rows.begin; row < rows.end; ++row) prepare(row, memory, own);
+        pool.first.finish(rows.end - rows.begin);
+      }
+      pool.first.wait(worker, m);
+    }
+    multiply(worker, memory, own);
+  });
+}
+
+Output of_worker(Output out, int worker, int64_t m) {
+  if (out.best != nullptr) out.best += worker * m;
+  return out;
+}
+
 template <typename Kind>
 void project_as(Context& context, const Linear& w, const Input& in, const Output& out) {
   if (in.m == 0) return;
@@ -57,34 +92,67 @@ void project_as(Context& context, const Linear& w, const Input& in, const Output
   const int64_t sums_bytes = aligned(gemm_scratch_bytes(w, in.m));
   const int64_t whole_bytes = aligned(w.k * 2);
   const bool as_is = Kind::kTakesRowsAsIs && !takes_tiles<Kind>(w, in.m) && in.norm == nullptr && w.k == w.columns;
-  const bool redundant = in.m * w.k <= kRedundantValues;
-  const int64_t prepared_bytes = as_is ? 0 : rows_bytes<Kind>(w, in.m);
-  if (!redundant) context.shared.reserve(static_cast<size_t>(prepared_bytes));
-  context.reserve_own(static_cast<size_t>(sums_bytes + 2 * whole_bytes + (redundant ? prepared_bytes : 0)));
+  if (as_is) {
+    context.reserve_own(static_cast<size_t>(sums_bytes));
+    return pool.run([&](int worker) {
+      char* own = context.own[static_cast<size_t>(worker)].data();
+      gemm_worker(pool.second, worker, w, {in.m, in.data, nullptr, nullptr}, of_worker(out, worker, in.m), own);
+    });
+  }
+  const auto prepare = [&](int64_t row, char* memory, char* own) {
+    char* normed = own + sums_bytes;
+    prepare_row<Kind>(w, in, row, Prepared<Kind>(w, in.m, memory), reinterpret_cast<bf16*>(normed),
+                      normed + whole_bytes);
+  };
+  const Memory sizes{rows_bytes<Kind>(w, in.m), sums_bytes + 2 * whole_bytes};
+  run_prepared(context, in.m, w.k, sizes, prepare, [&](int worker, char* memory, char* own) {
+    const Prepared<Kind> to(w, in.m, memory);
+    gemm_worker(pool.second, worker, w, {in.m, to.data, to.scales, to.sums}, of_worker(out, worker, in.m), own);
+  });
+}
 
-  pool.run([&](int worker) {
-    char* own = context.own[static_cast<size_t>(worker)].data();
-    Output to_own = out;
-    if (out.best != nullptr) to_own.best += worker * in.m;
-    if (as_is) return gemm_worker(pool.second, worker, w, {in.m, in.data, nullptr, nullptr}, to_own, own);
-    bf16* normed = reinterpret_cast<bf16*>(own + sums_bytes);
-    char* whole = own + sums_bytes + whole_bytes;
-    const Prepared<Kind> to(w, in.m, redundant ? whole + whole_bytes : context.shared.data());
-    if (redundant) {
-      for (int64_t row = 0; row < in.m; ++row) prepare_row<Kind>(w, in, row, to, normed, whole);
-    } else {
-      Piece rows;
-      while (pool.first.take(worker, in.m, kPreparedTogether, &rows)) {
-        for (int64_t row = rows.begin; row < rows.end; ++row) prepare_row<Kind>(w, in, row, to, normed, whole);
-        pool.first.finish(rows.end - rows.begin);
-      }
-      pool.first.wait(worker, in.m);
+// A matrix whose parts are of several kinds, which all multiply rows of bf16, each with the sums of groups of its own.
+void project_stacked(Context& context, const Linear& w, const Input& in, const Output& out) {
+  using Kind = StoredWeights<Nibbles>;  // as any
+  if (in.m == 0) return;
+  const int64_t panels = panel_count(w), sums_bytes = aligned(gemm_scratch_bytes(w, in.m));
+  int64_t end = aligned(placed_bytes<Kind>(w, in.m));
+  int64_t sums_at[kMostParts];
+  for (int64_t part = 0; part < w.num_parts; ++part) {
+    sums_at[part] = end;
+    end += aligned(in.m * sums_per_row<Kind>(w.parts[part]) * 4);
+  }
+  const auto sums_of = [&](char* memory, int64_t part) { return reinterpret_cast<float*>(memory + sums_at[part]); };
+  const auto prepare = [&](int64_t row, char* memory, char* own) {
+    const bool apart = lies_apart<Kind>(w, in.m);
+    char* data = apart ? own + sums_bytes : memory + row * row_bytes<Kind>(w);
+    Bf16Weights::prepare(w, {in.data + row * w.columns, in.norm, w.columns}, nullptr, data, nullptr, nullptr);
+    for (int64_t part = 0; part < w.num_parts; ++part) {
+      float* sums = sums_of(memory, part) + row * sums_per_row<Kind>(w.parts[part]);
+      Kind::add_up(w.parts[part], reinterpret_cast<const bf16*>(data), sums);
     }
-    gemm_worker(pool.second, worker, w, {in.m, to.data, to.scales, to.sums}, to_own, own);
+    if (apart) take_apart<Kind>(w, in.m, row, data, memory);
+  };
+  const Memory sizes{end, sums_bytes + aligned(w.k * 2)};
+  run_prepared(context, in.m, w.k, sizes, prepare, [&](int worker, char* memory, char* own) {
+    Output to = of_worker(out, worker, in.m);
+    to.whole = &w;
+    PanelQueue queue{context.pool.second, panels};
+    while (queue.fetch(worker)) {
+      int64_t part = 0;
+      for (to.first_panel = 0; queue.held.begin >= to.first_panel + panel_count(w.parts[part]); ++part) {
+        to.first_panel += panel_count(w.parts[part]);
+      }
+      const Linear& multiplied = w.parts[part];
+      Deal deal(queue, to.first_panel, panel_count(multiplied));
+      const auto* sums = reinterpret_cast<const int32_t*>(sums_of(memory, part));
+      gemm_worker(deal, worker, multiplied, {in.m, memory, nullptr, sums}, to, own);
+    }
   });
 }
 
 void project(Context& context, const Linear& w, const Input& in, const Output& out) {
+  if (w.kind == WeightKind::kStacked) return project_stacked(context, w, in, out);
   with_kind(w.kind, [&](auto kind) { project_as<decltype(kind)>(context, w, in, out); });
 }
 

@@ -34,6 +34,8 @@ constexpr Layout kLayouts[] = {
     QUIRE_FIELD(Linear, scale_form),
     QUIRE_FIELD(Linear, offset_form),
     QUIRE_FIELD(Linear, table),
+    QUIRE_FIELD(Linear, parts),
+    QUIRE_FIELD(Linear, num_parts),
 
     QUIRE_STRUCTURE(StoredRows),
     QUIRE_FIELD(StoredRows, codes),

@@ -37,13 +37,14 @@ inline auto with_stored_kind(WeightKind kind, const F& f) {
   switch (kind) {
     case WeightKind::kNibbles: return f(StoredWeights<Nibbles>{});
     case WeightKind::kBytes: return f(StoredWeights<SignedBytes>{});
+    case WeightKind::kSixBits: return f(StoredWeights<SixBits>{});
     default: return f(StoredWeights<E4m3>{});
   }
 }
 
 inline bool is_stored(WeightKind kind) { return kind >= WeightKind::kNibbles; }
 
-// f with the traits of a kind.
+// f with the traits of a kind, of one that is not stacked.
 template <typename F>
 inline auto with_kind(WeightKind kind, const F& f) {
   return is_stored(kind) ? with_stored_kind(kind, f) : with_made_kind(kind, f);

@@ -17,7 +17,18 @@ constexpr int64_t kStepBytes = kPanelRows * 4;
 constexpr int kGroup = 32;  // k values that share one int4 scale; k is padded to a multiple of it
 
 // Each has its traits, which kinds.h lists.
-enum class WeightKind : int32_t { kBf16 = 0, kInt8 = 1, kInt4 = 2, kNibbles = 3, kBytes = 4, kE4m3 = 5 };
+enum class WeightKind : int32_t {
+  kBf16 = 0,
+  kInt8 = 1,
+  kInt4 = 2,
+  kNibbles = 3,
+  kBytes = 4,
+  kE4m3 = 5,
+  kSixBits = 6,
+  kStacked = 7,  // rows of several of the four kinds before, see `Linear::parts`
+};
+
+constexpr int kMostParts = 4;
 
 // Of the kinds that others quantised: fp16, bf16, float, or a signed byte times an fp16 unit for 256 columns; of
 // offsets also a signed byte of which the code is taken before it is scaled.
@@ -40,6 +51,10 @@ struct Linear {
   ScaleForm scale_form;
   OffsetForm offset_form;
   const bf16* table;  // nibbles: [32], of 16 values, twice
+  // Stacked: matrices that others quantised, one below the other; all but the last have whole panels. The whole has
+  // their sizes together and the bias, a part what else belongs to its kind.
+  const Linear* parts;
+  int64_t num_parts;  // at most kMostParts
 };
 
 // Activation rows as the weights want them.

@@ -17,7 +17,7 @@ namespace quire {
 constexpr int64_t kSpanColumns = 256;
 constexpr int64_t kTableEntries = 32;  // of 16 values, twice: shuffles look at five bits
 
-// `code_bits`: 4 or 8.
+// `code_bits`: 4, 6 or 8.
 struct StoredLayout {
   StoredLayout(const Linear& w, int code_bits)
       : steps(w.group % 32 == 0 ? 16 : 8),

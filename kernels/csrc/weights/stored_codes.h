@@ -1,12 +1,14 @@
-// Codes of stored matrices into pairs of bf16, exactly: nibbles through a table, signed bytes, and e4m3.
+// Codes of stored matrices into pairs of bf16, exactly: nibbles through a table, signed six bits and bytes, and e4m3.
 //
 // A load is 64 bytes for 16 lanes. Its words of 16 bits are the first and the second column of lane 0, of lane 1 and so
-// on: four steps in the nibbles of each word, or two in its bytes, the first one lowest.
+// on: four steps in the nibbles of each word, or two in its bytes, the first one lowest. Of six bits a load is three
+// such, a panel's vectors apart: the low nibbles of four steps, those of the next four, and the high bits of all eight.
 //
 // Owns that layout of a load. Must not know: scales, where a load lies, products.
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "simd/simd.h"
 #include "weights/linear.h"
@@ -18,6 +20,14 @@ constexpr bf16 e4m3_magnitude(int code) {
   constexpr bf16 kBelowNormal[8] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
   constexpr int kBias = 127 - 7;
   return (code & 0x78) == 0 ? kBelowNormal[code & 7] : static_cast<bf16>(((code & 0x7f) << 4) + (kBias << 7));
+}
+
+// The codes of two columns of 16 / kBits steps into the word that a lane has of a load.
+template <int kBits>
+inline void pack_word(const uint8_t* codes, char* lane) {
+  uint32_t word = 0;
+  for (int i = 0; i < 32 / kBits; ++i) word |= static_cast<uint32_t>(codes[i]) << (i % 2 * 16 + i / 2 * kBits);
+  std::memcpy(lane, &word, 4);
 }
 
 #if !defined(QUIRE_AVX512) && !defined(QUIRE_AVX2)
@@ -56,13 +66,26 @@ class ByteTables {
 };
 #endif
 
+#if defined(QUIRE_AVX2)
+// Of signed integers, which end with the bit kEnd of every 16-bit word.
+template <int kBits, int kEnd = kBits>
+inline __m256i signed_bf16(__m256i x) {
+  const __m256i even = _mm256_srai_epi32(_mm256_slli_epi32(x, 32 - kEnd), 32 - kBits);
+  const __m256i odd = _mm256_srai_epi32(kEnd == 16 ? x : _mm256_slli_epi32(x, 16 - kEnd), 32 - kBits);
+  const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(_mm256_cvtepi32_ps(even)), 16);
+  return _mm256_or_si256(low, _mm256_castps_si256(_mm256_cvtepi32_ps(odd)));
+}
+#endif
+
 // Four bits through the matrix's table.
 class Nibbles {
  public:
   static constexpr int kBits = 4;
-  static constexpr int kSteps = 4;  // of a load
+  static constexpr int kSteps = 4;                   // of a load
+  static constexpr int64_t kLoadBytes = kStepBytes;  // of a panel's lanes
   using Load = Ints;
   static Load load(const char* p) { return iload(p); }
+  static void pack(const uint8_t* codes, char* lane) { pack_word<kBits>(codes, lane); }
 
 #if defined(QUIRE_AVX512)
   explicit Nibbles(const Linear& w) : table_(_mm512_loadu_si512(w.table)) {}
@@ -97,13 +120,87 @@ class Nibbles {
 #endif
 };
 
+// Signed integers of six bits.
+class SixBits {
+ public:
+  static constexpr int kBits = 6;
+  static constexpr int kSteps = 8;
+  static constexpr int64_t kLoadBytes = 3 * kStepBytes;
+  struct Load {
+    Ints low[2], high;
+  };
+  static Load load(const char* p) { return {{iload(p), iload(p + kStepBytes)}, iload(p + 2 * kStepBytes)}; }
+  static void pack(const uint8_t* codes, char* lane) {
+    uint8_t low[2 * kSteps], high[2 * kSteps];
+    for (int i = 0; i < 2 * kSteps; ++i) {
+      low[i] = codes[i] & 15;
+      high[i] = codes[i] >> 4 & 3;
+    }
+    pack_word<4>(low, lane);
+    pack_word<4>(low + kSteps, lane + kStepBytes);
+    pack_word<2>(high, lane + 2 * kStepBytes);
+  }
+
+#if defined(QUIRE_AVX512)
+  explicit SixBits(const Linear&) {
+    alignas(64) bf16 values[64];
+    for (int i = 0; i < 64; ++i) values[i] = to_bf16(static_cast<float>(i < 32 ? i : i - 64));
+    positive_ = _mm512_load_si512(values);
+    negative_ = _mm512_load_si512(values + 32);
+  }
+  template <int kStep>
+  Pairs pairs(const Load& words) const {
+    constexpr int kFirstOrSecond = 0xca;  // a ? b : c
+    const __m512i low = _mm512_srli_epi16(words.low[kStep / 4].v, 4 * (kStep % 4));
+    const __m512i high = kStep < 2 ? _mm512_slli_epi16(words.high.v, kStep < 2 ? 4 - 2 * kStep : 0)
+                                   : _mm512_srli_epi16(words.high.v, kStep < 2 ? 0 : 2 * kStep - 4);
+    // Only six bits of an index are looked at.
+    const __m512i code = _mm512_ternarylogic_epi64(_mm512_set1_epi16(15), low, high, kFirstOrSecond);
+    return {_mm512_permutex2var_epi16(positive_, code, negative_)};
+  }
+
+ private:
+  __m512i positive_, negative_;
+#elif defined(QUIRE_AVX2)
+  explicit SixBits(const Linear&) {}
+  template <int kStep>
+  Pairs pairs(const Load& words) const {
+    const auto half = [](__m256i low, __m256i high) {
+      const __m256i shifted = kStep < 2 ? _mm256_slli_epi16(high, kStep < 2 ? 4 - 2 * kStep : 0)
+                                        : _mm256_srli_epi16(high, kStep < 2 ? 0 : 2 * kStep - 4);
+      const __m256i code =
+          _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(low, 4 * (kStep % 4)), _mm256_set1_epi16(15)),
+                          _mm256_and_si256(shifted, _mm256_set1_epi16(48)));
+      return signed_bf16<6>(code);
+    };
+    const Ints low = words.low[kStep / 4];
+    return {half(low.lo, words.high.lo), half(low.hi, words.high.hi)};
+  }
+#else
+  explicit SixBits(const Linear&) {}
+  template <int kStep>
+  Pairs pairs(const Load& words) const {
+    uint16_t low[2 * kLanes], high[2 * kLanes];
+    istore(low, words.low[kStep / 4]);
+    istore(high, words.high);
+    for (int i = 0; i < 2 * kLanes; ++i) {
+      const int code = (low[i] >> 4 * (kStep % 4) & 15) | (high[i] >> 2 * kStep & 3) << 4;
+      low[i] = to_bf16(static_cast<float>(code < 32 ? code : code - 64));
+    }
+    return pload(low);
+  }
+#endif
+};
+
 // Signed bytes, which bf16 holds exactly.
 class SignedBytes {
  public:
   static constexpr int kBits = 8;
   static constexpr int kSteps = 2;
+  static constexpr int64_t kLoadBytes = kStepBytes;
   using Load = Ints;
   static Load load(const char* p) { return iload(p); }
+  static void pack(const uint8_t* codes, char* lane) { pack_word<kBits>(codes, lane); }
 
   explicit SignedBytes(const Linear&) {}
 
@@ -118,13 +215,7 @@ class SignedBytes {
 #elif defined(QUIRE_AVX2)
   template <int kStep>
   Pairs pairs(Ints words) const {
-    const auto half = [](__m256i x) {
-      const __m256i even = _mm256_srai_epi32(_mm256_slli_epi32(x, 24 - 8 * kStep), 24);
-      const __m256i odd = _mm256_srai_epi32(kStep == 0 ? _mm256_slli_epi32(x, 8) : x, 24);
-      const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(_mm256_cvtepi32_ps(even)), 16);
-      return _mm256_or_si256(low, _mm256_castps_si256(_mm256_cvtepi32_ps(odd)));
-    };
-    return {half(words.lo), half(words.hi)};
+    return {signed_bf16<8, 8 * (kStep + 1)>(words.lo), signed_bf16<8, 8 * (kStep + 1)>(words.hi)};
   }
 #else
   template <int kStep>
@@ -139,8 +230,10 @@ class E4m3 {
  public:
   static constexpr int kBits = 8;
   static constexpr int kSteps = 2;
+  static constexpr int64_t kLoadBytes = kStepBytes;
   using Load = Ints;
   static Load load(const char* p) { return iload(p); }
+  static void pack(const uint8_t* codes, char* lane) { pack_word<kBits>(codes, lane); }
 
 #if defined(QUIRE_AVX512)
   explicit E4m3(const Linear&) {
@@ -204,6 +297,7 @@ class DecodedPairs {
  public:
   static constexpr int kBits = 16;
   static constexpr int kSteps = 1;
+  static constexpr int64_t kLoadBytes = kStepBytes;
   using Load = Pairs;
   static Load load(const char* p) { return pload(reinterpret_cast<const bf16*>(p)); }
   template <int>

@@ -59,9 +59,11 @@ struct StoredWeights : Bf16Weights {
   static constexpr bool kTakesRowsAsIs = false;
   static void prepare(const Linear& w, const RawRow& row, bf16* normed, char* data, float* scale, int32_t* sums) {
     Bf16Weights::prepare(w, row, normed, data, scale, sums);
+    add_up(w, reinterpret_cast<const bf16*>(data), reinterpret_cast<float*>(sums));
+  }
+  // The sums of a row's groups, if offsets multiply them.
+  static void add_up(const Linear& w, const bf16* x, float* to) {
     if (w.offset_form == OffsetForm::kNone) return;
-    const bf16* x = reinterpret_cast<const bf16*>(data);
-    float* to = reinterpret_cast<float*>(sums);
     for (int64_t first = 0; first < w.k; first += w.group) {
       Vec sum = vzero();
       const int64_t end = std::min(first + w.group, w.k);
@@ -80,12 +82,11 @@ struct StoredWeights : Bf16Weights {
     for (int64_t block = 0; block < at.blocks; ++block) {
       char* load = to + at.block_at(block) + lane * 4;
       for (int64_t first = 2 * at.steps * block; first < 2 * at.steps * (block + 1); first += kColumns) {
-        uint32_t words = 0;
-        for (int64_t i = 0; i < kColumns && first + i < w.columns; ++i) {
-          words |= static_cast<uint32_t>(codes[first + i]) << (i % 2 * 16 + i / 2 * Codes::kBits);
-        }
-        std::memcpy(load, &words, 4);
-        load += kStepBytes;
+        uint8_t of_load[kColumns] = {};
+        const int64_t live = std::min(kColumns, w.columns - first);
+        if (live > 0) std::memcpy(of_load, codes + first, static_cast<size_t>(live));
+        Codes::pack(of_load, load);
+        load += Codes::kLoadBytes;
       }
     }
   }

@@ -19,12 +19,15 @@ from quire_kernels.cpu.signatures import LinearArgs
 from quire_kernels.cpu.stored import (
     K_MULTIPLE,
     LEAST_GROUP,
+    MOST_PARTS,
+    PANEL_ROWS,
+    STACKED,
     STORED_KINDS,
     OffsetForm,
     ScaleForm,
     StoredForm,
-    has_form,
     in_one_form,
+    in_parts,
 )
 from quire_kernels.kernel_set import Quantization
 from quire_kernels.packed_form import Allocate, PackedForm, PackGateUp, PackLinear, PackStored
@@ -42,7 +45,6 @@ _PARTS = {
     "bias": torch.float32,
     "table": torch.bfloat16,
 }
-_PANEL_ROWS = 64
 _MAX_K = 65536  # sums of products of bytes must fit into int32
 _ALIGNMENT = 64
 _TABLE = 32  # entries of the table of nibbles
@@ -105,10 +107,22 @@ class Packer:
         inner, k = gate.shape
         return self._pack((gate, up), 2 * inner, k, _lane_biases(bias, gate_up=True))
 
-    def stored(self, matrices: Sequence[StoredMatrix], bias: Tensor | None) -> PackedLinear | None:
-        """One matrix as others quantised it, or gate and up, and [N] or [2 I]. None: there is no form for them."""
-        if not has_form(matrices):
+    def stored(self, matrices: Sequence[Sequence[StoredMatrix]], bias: Tensor | None) -> PackedLinear | None:
+        """One matrix as others quantised it, or gate and up, each as rows one below the other, and [N] or [2 I].
+
+        None: there is no form for them.
+        """
+        parts = in_parts(matrices)
+        if len(parts) == 1:
+            return self._stored(parts[0], bias)
+        if not parts:
             return None
+        biases = _lane_biases(bias, gate_up=False)
+        kept = None if biases is None else self._memory("bias", len(biases)).copy_(biases)
+        return _stacked([self._stored(part, None) for part in parts], kept)
+
+    def _stored(self, matrices: Sequence[StoredMatrix], bias: Tensor | None) -> PackedLinear:
+        """In one form."""
         n, k = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         gate_up = len(matrices) > 1
         if gate_up and matrices[0].shape != matrices[1].shape:
@@ -118,7 +132,7 @@ class Packer:
         args = _arguments(made.form.kind, n, k, gate_up=gate_up)
         _set_form(args, made.form)
         lanes = _lanes(self._library, args)
-        parts = {"starts": self._memory("starts", lanes // _PANEL_ROWS + 1)}
+        parts = {"starts": self._memory("starts", lanes // PANEL_ROWS + 1)}
         if made.table is not None:
             parts["table"] = self._memory("table", _TABLE).copy_(made.table)
         _point(args, parts)
@@ -149,7 +163,7 @@ class Packer:
             sources[0].data_ptr(),
             sources[1].data_ptr() if gate_up else None,
         )
-        parts = {"starts": self._memory("starts", lanes // _PANEL_ROWS + 1)}
+        parts = {"starts": self._memory("starts", lanes // PANEL_ROWS + 1)}
         _point(args, parts)
         if self._library.quire_lay_out(*operands):
             raise MemoryError("packing a weight matrix")
@@ -198,23 +212,70 @@ def packed_form(context: Context, quantization: Quantization | None) -> PackedFo
     )
 
 
+def _stacked(parts: Sequence[PackedLinear], bias: Tensor | None) -> PackedLinear:
+    """Matrices that others quantised, one below the other; all but the last have whole panels."""
+    args = _arguments(STACKED, sum(part.args.n for part in parts), parts[0].args.columns, gate_up=False)
+    below = (LinearArgs * len(parts))(*(part.args for part in parts))
+    args.parts, args.num_parts, args.kept = ctypes.addressof(below), len(parts), below
+    memory = {f"{place}.{name}": tensor for place, part in enumerate(parts) for name, tensor in part.parts.items()}
+    if bias is not None:
+        args.bias, memory["bias"] = bias.data_ptr(), bias
+    return _packed(args, memory)
+
+
 def _facts(weight: PackedLinear) -> dict[str, int]:
-    args = weight.args
-    form = _FORM if args.kind in STORED_KINDS.values() else ()
+    facts = _facts_of(weight.args)
+    if weight.args.kind == STACKED:
+        for place, part in enumerate(weight.args.kept):
+            facts |= {f"{place}.{name}": value for name, value in _facts_of(part).items()}
+    return facts
+
+
+def _facts_of(args: LinearArgs) -> dict[str, int]:
+    form = _FORM if args.kind in STORED_KINDS.values() else ("kind", "num_parts") if args.kind == STACKED else ()
     return {name: getattr(args, name) for name in ("gate_up", "n", "columns", *form)}
+
+
+def _restored_stack(
+    library: ctypes.CDLL, kind: WeightKind, facts: Mapping[str, int], memory: Mapping[str, Tensor]
+) -> PackedLinear:
+    """As `_restored`, of one whose parts are of several kinds."""
+    n, k, gate_up, count = (facts.get(name, 0) for name in ("n", "columns", "gate_up", "num_parts"))
+    if gate_up or not 1 < count <= MOST_PARTS:
+        raise ValueError(f"there is no packed matrix of {count} parts")
+    parts = []
+    for place in range(count):
+        of_part = {name.removeprefix(f"{place}."): fact for name, fact in facts.items() if name.startswith(f"{place}.")}
+        if of_part.get("kind") not in STORED_KINDS.values() or of_part["columns"] != k or of_part["gate_up"]:
+            raise ValueError(f"a part of a packed matrix of {n} x {k} is none of rows that others quantised")
+        parts_memory = {
+            name.removeprefix(f"{place}."): tensor for name, tensor in memory.items() if name.startswith(f"{place}.")
+        }
+        parts.append(_restored(library, kind, of_part, parts_memory))
+    if sum(part.args.n for part in parts) != n or any(part.args.n % PANEL_ROWS for part in parts[:-1]):
+        raise ValueError(f"the parts of a packed matrix of {n} x {k} do not fit together")
+    bias = memory["bias"].view(_PARTS["bias"]) if "bias" in memory else None
+    packed = _stacked(parts, bias)
+    if packed.parts.keys() != memory.keys() or any("bias" in part.parts for part in parts):
+        raise ValueError(f"a packed matrix has {', '.join(packed.parts)}, not {', '.join(memory)}")
+    if bias is not None and len(bias) != _lanes(library, packed.args):
+        raise ValueError(f"bias of a packed matrix of {n} x {k} takes {bias.nbytes} bytes")
+    return packed
 
 
 def _restored(
     library: ctypes.CDLL, kind: WeightKind, facts: Mapping[str, int], memory: Mapping[str, Tensor]
 ) -> PackedLinear:
     """A matrix from its memory, after a look at all that C++ takes on trust."""
+    if facts.get("kind") == STACKED:
+        return _restored_stack(library, kind, facts, memory)
     n, k, gate_up = (facts[name] for name in ("n", "columns", "gate_up"))
     if not 0 < k <= _MAX_K or n <= 0 or gate_up not in (0, 1):
         raise ValueError(f"there is no packed matrix of {n} x {k}")
     form = _form_of(facts) if "kind" in facts else None
     args = _arguments(kind.number if form is None else form.kind, n, k, gate_up=bool(gate_up))
     lanes = _lanes(library, args)
-    lengths = {"starts": lanes // _PANEL_ROWS + 1}
+    lengths = {"starts": lanes // PANEL_ROWS + 1}
     if form is None:
         lengths |= dict.fromkeys(kind.lane_parts, lanes)
     else:
@@ -259,7 +320,7 @@ def _arguments(kind: int, n: int, k: int, *, gate_up: bool) -> LinearArgs:
 
 
 def _lanes(library: ctypes.CDLL, args: LinearArgs) -> int:
-    return int(library.quire_panel_count(ctypes.addressof(args))) * _PANEL_ROWS
+    return int(library.quire_panel_count(ctypes.addressof(args))) * PANEL_ROWS
 
 
 def _point(args: LinearArgs, parts: Mapping[str, Tensor]) -> None:
@@ -274,11 +335,11 @@ def _packed(args: LinearArgs, parts: dict[str, Tensor]) -> PackedLinear:
 
 def _most_bytes(kind: WeightKind, rows: int, columns: int) -> int:
     """A gate-up pair may have one panel more than its rows fill; what is coded is smaller than what it is made of."""
-    panels = -(-rows // _PANEL_ROWS) + 1
+    panels = -(-rows // PANEL_ROWS) + 1
     groups = -(-columns // K_MULTIPLE)
     of_a_lane = groups * kind.group_bytes + sum(_PARTS[name].itemsize for name in ("scales", "sums", "bias"))
     starts = (panels + 1) * _PARTS["starts"].itemsize
-    return panels * _PANEL_ROWS * of_a_lane + starts + len(_PARTS) * _ALIGNMENT
+    return panels * PANEL_ROWS * of_a_lane + starts + len(_PARTS) * _ALIGNMENT
 
 
 def _check_size(n: int, k: int) -> None:
@@ -296,8 +357,8 @@ def _lane_biases(bias: Tensor | None, *, gate_up: bool) -> Tensor | None:
     if bias is None:
         return None
     if not gate_up:
-        return _padded(bias, _PANEL_ROWS)
-    half = _PANEL_ROWS // 2
+        return _padded(bias, PANEL_ROWS)
+    half = PANEL_ROWS // 2
     return torch.stack([_padded(part, half).view(-1, half) for part in bias.chunk(2)], dim=1).flatten()
 
 

@@ -28,7 +28,10 @@ class LinearArgs(ctypes.Structure):
         ("scale_form", c_int32),
         ("offset_form", c_int32),
         ("table", c_void_p),
+        ("parts", c_void_p),
+        ("num_parts", c_int64),
     )
+    kept: ctypes.Array[LinearArgs]  # the parts, which it keeps alive
 
 
 class StoredRowsArgs(ctypes.Structure):

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from quire_kernels.cpu.signatures import StoredRowsArgs
-from quire_kernels.stored import StoredKind, StoredMatrix, form_of
+from quire_kernels.stored import StoredKind, StoredMatrix, form_of, in_common_form, joined
 
-STORED_KINDS: dict[StoredKind, int] = {"nibbles": 3, "bytes": 4, "e4m3": 5}  # as `enum WeightKind`
+STORED_KINDS: dict[StoredKind, int] = {"nibbles": 3, "bytes": 4, "e4m3": 5, "six_bits": 6}  # as `enum WeightKind`
 K_MULTIPLE = 32  # of a packed matrix's columns
+STACKED, MOST_PARTS = 7, 4  # the kind of rows of several of these, and of how many at most
+PANEL_ROWS = 64
 LEAST_GROUP = 16  # columns; others are multiples of K_MULTIPLE
 _NUMBERS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -63,6 +65,33 @@ class InForm(NamedTuple):
     rows: list[StoredRowsArgs]
 
 
+def in_parts(matrices: Sequence[Sequence[StoredMatrix]]) -> list[list[StoredMatrix]]:
+    """One matrix, or gate and up, each given as rows one below the other, as parts that have one form each.
+
+    Rows of one matrix are parts of their own where panels begin with them; else all get a form in common. Empty: there
+    is no form.
+    """
+    if len(matrices) == 1:
+        runs = _runs(matrices[0])
+        whole_panels = all(run.shape[0] % PANEL_ROWS == 0 for run in runs[:-1])
+        if whole_panels and len(runs) <= MOST_PARTS and all(has_form([run]) for run in runs):
+            return [[run] for run in runs]
+    whole = [made for made in map(joined, matrices) if made is not None]
+    alike = in_common_form(whole) if len(whole) == len(matrices) else None
+    return [] if alike is None or not has_form(alike) else [alike]
+
+
+def _runs(rows: Sequence[StoredMatrix]) -> list[StoredMatrix]:
+    """With neighbours of one form together."""
+    runs = [[rows[0]]]
+    for each in rows[1:]:
+        if form_of(each) == form_of(runs[-1][0]):
+            runs[-1].append(each)
+        else:
+            runs.append([each])
+    return [made for made in map(joined, runs) if made is not None]
+
+
 def has_form(matrices: Sequence[StoredMatrix]) -> bool:
     """Whether the kernels have one form for a matrix, or for gate and up."""
     first = matrices[0]
@@ -86,7 +115,7 @@ def stored_bits(kind: StoredKind, group_size: int, columns: int, beside: float |
     """
     if not packs_in_groups(group_size, columns):
         return None
-    bits, usual = {"nibbles": (4, 24), "bytes": (8, 24), "e4m3": (8, 32)}[kind]
+    bits, usual = {"nibbles": (4, 24), "six_bits": (6, 24), "bytes": (8, 24), "e4m3": (8, 32)}[kind]
     return bits + (usual if beside is None else beside) / min(group_size, columns)
 
 

@@ -54,9 +54,10 @@ def pack_gate_up(gate: Tensor, up: Tensor, bias: Tensor | None) -> Linear:
     return Linear(torch.cat([gate, up]), bias)
 
 
-def pack_stored(matrices: Sequence[StoredMatrix], bias: Tensor | None) -> Linear:
+def pack_stored(matrices: Sequence[Sequence[StoredMatrix]], bias: Tensor | None) -> Linear:
     """The numbers of one matrix, or the gate's and then up's, in float32 whatever the type of the rows."""
-    return Linear(torch.cat([matrix.dequantised() for matrix in matrices]), None if bias is None else bias.float())
+    numbers = torch.cat([rows.dequantised() for matrix in matrices for rows in matrix])
+    return Linear(numbers, None if bias is None else bias.float())
 
 
 def embed(table: Tensor, ids: Tensor) -> Tensor:

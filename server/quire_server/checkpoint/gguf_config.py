@@ -137,9 +137,8 @@ def _common(reader: _Reader) -> Config:
     head_dim = reader.integer("attention.key_length", hidden // heads)
     if reader.integer("attention.value_length", head_dim) != head_dim:
         raise reader.metadata.error(f"{reader.prefix}attention.value_length differs from that of keys")
-    for key in ("expert_count", "expert_used_count"):
-        if reader.integer(key, 0, least=0):
-            raise reader.metadata.error(f"{reader.prefix}{key}: mixtures of experts are not read from GGUF files")
+    if reader.integer("expert_count", 0, least=0) and reader.prefix not in _WITH_EXPERTS:
+        raise reader.metadata.error(f"{reader.prefix}expert_count: experts of this architecture are not read")
     reader.only("attention.causal", True)
     reader.only("pooling_type", 0, _LAST_TOKEN)
     config: Config = {
@@ -273,7 +272,72 @@ def _layer_types(reader: _Reader, each: int) -> Config:
     return {"sliding_window": window, "layer_types": types}
 
 
+def _experts(reader: _Reader) -> Config:
+    """Experts, whose logits a softmax makes into scores."""
+    reader.only("expert_gating_func", 0, 1)
+    reader.only("expert_weights_scale", 0.0, 1.0)
+    reader.only("expert_shared_count", 0)
+    reader.only("leading_dense_block_count", 0)
+    return {"num_experts_per_tok": reader.integer("expert_used_count")}
+
+
+def _qwen3moe(reader: _Reader) -> Config:
+    reader.only("expert_weights_norm", True)
+    return {
+        **_experts(reader),
+        **_attention_bias(reader),
+        "num_experts": reader.integer("expert_count"),
+        "moe_intermediate_size": reader.integer("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
+def _olmoe(reader: _Reader) -> Config:
+    reader.only("expert_weights_norm", False)
+    reader.only("attention.clamp_kqv", 0.0)
+    return {
+        **_experts(reader),
+        **_attention_bias(reader),
+        "num_experts": reader.integer("expert_count"),
+        "intermediate_size": _inner_of_experts(reader),
+        "norm_topk_prob": False,
+    }
+
+
+def _gpt_oss(reader: _Reader) -> Config:
+    """Its rotations are stretched between frequencies that are no whole numbers, which files do not say."""
+    scaling = _rope(reader).get("rope_scaling")
+    return {
+        **_experts(reader),
+        **_layer_types(reader, 2),
+        **({"rope_scaling": {**scaling, "truncate": False}} if isinstance(scaling, dict) else {}),
+        "num_local_experts": reader.integer("expert_count"),
+        "intermediate_size": _inner_of_experts(reader),
+        "attention_bias": reader.has_tensor("blk.0.attn_q.bias"),
+    }
+
+
+def _mixtral(reader: _Reader) -> Config:
+    window = reader.integer("attention.sliding_window", 0, least=0)
+    return {
+        **_experts(reader),
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": reader.integer("expert_count"),
+        "intermediate_size": _inner_of_experts(reader),
+        "sliding_window": window or None,
+    }
+
+
+def _inner_of_experts(reader: _Reader) -> int:
+    """By a key of its own, or as of an MLP."""
+    key = "expert_feed_forward_length"
+    return reader.integer(key if reader.has(key) else "feed_forward_length")
+
+
 def _llama(reader: _Reader) -> Config:
+    if reader.integer("expert_count", 0, least=0):
+        return _mixtral(reader)
+    reader.only("expert_used_count", 0)
     if reader.integer("attention.sliding_window", 0, least=0):
         return {"architectures": ["MistralForCausalLM"], "sliding_window": reader.integer("attention.sliding_window")}
     return _biases(reader)
@@ -351,6 +415,7 @@ class _Architecture:
     interleaved: bool = False  # rows of queries and keys, by llama.cpp's converter
 
 
+_WITH_EXPERTS = ("llama.", "qwen3moe.", "olmoe.", "gpt-oss.")
 _ARCHITECTURES = {
     "llama": _Architecture("LlamaForCausalLM", _llama, interleaved=True),
     "mistral3": _Architecture("MistralForCausalLM", lambda _: {"sliding_window": None}, interleaved=True),
@@ -368,4 +433,7 @@ _ARCHITECTURES = {
     "command-r": _Architecture("CohereForCausalLM", _cohere),
     "cohere2": _Architecture("Cohere2ForCausalLM", _cohere2),
     "exaone4": _Architecture("Exaone4ForCausalLM", _of_windows),
+    "qwen3moe": _Architecture("Qwen3MoeForCausalLM", _qwen3moe),
+    "olmoe": _Architecture("OlmoeForCausalLM", _olmoe),
+    "gpt-oss": _Architecture("GptOssForCausalLM", _gpt_oss),
 }

@@ -78,7 +78,13 @@ def stored_type(kind: str) -> StoredType:
     size, parts = found.codes.shape[2], _stored_parts(found)
     beside = sum(8 * parts[name].itemsize if name in parts else 0 for name in ("scales", "offsets"))
     units = sum(name in parts for name in ("scale_units", "offset_units"))
-    return StoredType("bytes" if found.table is None else "nibbles", size, beside + 16 * units * size / UNIT_COLUMNS)
+    return StoredType(_kind(kind, found), size, beside + 16 * units * size / UNIT_COLUMNS)
+
+
+def _kind(kind: str, found: Groups) -> StoredKind:
+    if found.table is not None:
+        return "nibbles"
+    return "bytes" if kind == "Q8_0" else "six_bits"
 
 
 def stored_matrix(kind: str, rows: Tensor, threads: int) -> StoredMatrix:

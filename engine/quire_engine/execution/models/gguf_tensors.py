@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire_engine.execution.models.checkpoint import Checkpoint, Kept
+from quire_engine.execution.models.checkpoint import Checkpoint, Kept, Made
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.gguf_blocks import dequantise, stored_matrix, stored_type
 from quire_engine.gguf import DECODED, PLAIN
@@ -33,10 +33,14 @@ _SLOTS = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_sinks": "self_attn.sinks",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+# One tensor for all experts of a layer, of rows as each one multiplies.
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 # What the configuration was derived from already.
 _DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -44,8 +48,8 @@ _DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short
 def take_gguf(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """Know the tensors by the names of transformers, as numbers and as they are stored.
 
-    Raises ModelLoadError for types that are not read.
-    Names that no family has stay as they are: the check of all names against the configuration refuses them.
+    Raises ModelLoadError for types that are not read. Names that no family has stay as they are: the check of all names
+    against the configuration refuses them.
     """
     checkpoint.drop(lambda name: name in _DERIVED)
     slots = _slots(config)
@@ -53,6 +57,8 @@ def take_gguf(checkpoint: Checkpoint, config: ModelConfig) -> None:
         kind, shape = checkpoint.stored_as(stored)
         if kind not in DECODED and kind not in PLAIN:
             raise checkpoint.error(stored, f"is stored as {kind}, which is not read")
+        if config.experts is not None and _divide_experts(checkpoint, stored, kind, shape, config.experts.count):
+            continue
         name = _name(stored, slots)
         order = _stored_rows(name, shape, config)
         is_norm = config.family.norm_form == "offset" and name.endswith("norm.weight")
@@ -81,7 +87,34 @@ def _name(stored: str, slots: dict[str, str]) -> str:
     match = _LAYER.fullmatch(stored)
     if match is None or match["slot"] not in slots:
         return _TOP.get(stored, stored)
-    return f"model.layers.{match['layer']}.{slots[match['slot']]}.{match['kind']}"
+    slot = slots[match["slot"]]
+    return f"model.layers.{match['layer']}.{slot}" + ("" if slot.endswith(".sinks") else f".{match['kind']}")
+
+
+def _divide_experts(checkpoint: Checkpoint, stored: str, kind: str, shape: tuple[int, ...], count: int) -> bool:
+    """Know each expert's part of a tensor of all by a name of its own; whether it is such a tensor."""
+    match = _LAYER.fullmatch(stored)
+    if match is None or match["slot"] not in _EXPERTS:
+        return False
+    if len(shape) != (3 if match["kind"] == "weight" else 2) or shape[0] != count:
+        raise checkpoint.error(stored, f"has shape {list(shape)}, which is not that of {count} experts")
+    prefix = f"model.layers.{match['layer']}.mlp.experts."
+    into: dict[str, Made] = {
+        f"{prefix}{expert}.{_EXPERTS[match['slot']]}.{match['kind']}": (
+            shape[1:],
+            partial(_read_expert, kind, shape, expert),
+        )
+        for expert in range(count)
+    }
+    checkpoint.divide({"rows": stored}, into)
+    return True
+
+
+def _read_expert(kind: str, shape: tuple[int, ...], expert: int, parts: dict[str, Tensor]) -> Tensor:
+    rows = parts["rows"]
+    if kind not in DECODED:
+        return rows[expert]
+    return dequantise(kind, rows[expert * shape[1] : (expert + 1) * shape[1]], usable_cores())
 
 
 def _stored_rows(name: str, shape: tuple[int, ...], config: ModelConfig) -> Tensor | None:

@@ -47,7 +47,7 @@ from quire_kernels.kernel_set import (
     Source,
 )
 from quire_kernels.packed_form import PackedForm
-from quire_kernels.stored import StoredMatrix, in_common_form, joined
+from quire_kernels.stored import StoredMatrix
 
 _VALUES_AT_ONCE = 4 << 20  # that one thread converts
 _HEAD = "lm_head.weight"
@@ -501,7 +501,7 @@ class CheckpointSource:
         """Matrices, each made of the rows of several, as they are stored; None: that is not possible."""
         if self._pack_stored is None or any(part.filled for parts in matrices for part in parts):
             return None
-        made: list[StoredMatrix] = []
+        made: list[list[StoredMatrix]] = []
         for parts in matrices:
             of_parts: list[StoredMatrix] = []
             for part in parts:
@@ -509,12 +509,8 @@ class CheckpointSource:
                 if stored is None:
                     return None
                 of_parts.append(stored.over_rows(part.of))
-            one = joined(of_parts)
-            if one is None:
-                return None
-            made.append(one)
-        alike = in_common_form(made)
-        return None if alike is None else self._pack_stored(alike, self._bias(biases))
+            made.append(of_parts)
+        return self._pack_stored(made, self._bias(biases))
 
     def head(self, place: str, name: str, embedding: Tensor) -> LinearWeight:
         if not self._checkpoint.is_done(name):

@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another architecture": ({"general.architecture": "mamba"}, "general.architecture='mamba' is not read from GGUF"),
     "no architecture": ({"general.architecture": None}, "general.architecture is missing"),
     "an adapter": ({"general.type": "adapter"}, "general.type='adapter': not a model that answers by itself"),
-    "experts": ({"qwen3.expert_count": 8}, "qwen3.expert_count: mixtures of experts are not read from GGUF files"),
+    "experts": ({"qwen3.expert_count": 8}, "qwen3.expert_count: experts of this architecture are not read"),
     "an unknown key": ({"qwen3.swin_norm": True}, "qwen3.swin_norm=True: not known of qwen3, so the numbers might be"),
     "a rotation of vision": ({"qwen3.rope.dimension_sections": [1, 2]}, "qwen3.rope.dimension_sections=a list of 2"),
     "an unknown rotation": ({"qwen3.rope.scaling.type": "su"}, "qwen3.rope.scaling.type='su' is not supported"),
