@@ -8,7 +8,7 @@ JOBS ?= 2
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
 .PHONY: help serve test kernel-test schema-test draft-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim schedule-test \
-  emulated-test damage-test model-sweep hostile replica-test soak api-fuzz audit lock sbom check format bench headline clean
+  emulated-test damage-test model-sweep hostile replica-test ray-test soak api-fuzz audit lock sbom check format bench headline clean
 
 HELP := \
   "serve          serve the embedded model, or ARGS=\"/models/X --port 9000\"" \
@@ -31,6 +31,7 @@ HELP := \
   "gpu-bench      what a GPU's kernels and steps reach" \
   "hostile        hostile clients, and what others have meanwhile; nine minutes" \
   "replica-test   a thousand streams on two replicas under ten kills, held against one engine" \
+  "ray-test       a cluster of Ray on this machine: lost nodes and actors, an update; installs Ray" \
   "soak           mixed traffic with kills; twenty minutes" \
   "api-fuzz       requests made from our OpenAPI document; installs schemathesis" \
   "audit          published vulnerabilities of the pinned packages" \
@@ -85,6 +86,17 @@ hostile: $(VENV)/.dev
 # A thousand mixed streams on two replicas under ten kills, all as with one engine; three minutes on two cores.
 replica-test: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m replicas $(ARGS)
+
+# A cluster of Ray on this machine, in an environment of its own over ours: lost nodes and actors, an update; five minutes.
+ray-test: $(VENV)/.dev .venv-ray/.complete
+	.venv-ray/bin/python -m pytest tests/ray_serve $(ARGS)
+
+.venv-ray/.complete: Makefile | $(VENV)/.dev
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check "ray[serve]>=2.50"
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+	  > "$$(.venv-ray/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/quire.pth"
+	touch $@
 
 # Mixed traffic for twenty minutes, or ARGS="--minutes 5": memory, handles, answers and times must stay as they are.
 soak: $(VENV)/.dev

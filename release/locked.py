@@ -59,8 +59,8 @@ def wanted(project: Path, groups: Sequence[str] | None = None) -> list[str]:
         "project": parsed["project"].get("dependencies", []),
         "build": parsed["build-system"]["requires"],
     }
-    if groups is None:  # what is compiled on the user's machine against its torch has no file to hash
-        groups = [name for name in named if name != "flash"]
+    if groups is None:  # flash is compiled on the user's machine against its torch, Ray's version is the cluster's
+        groups = [name for name in named if name not in ("flash", "ray")]
     return [requirement for group in groups for requirement in named[group]]
 
 

@@ -169,7 +169,7 @@ def _nodes(settings: Settings) -> NodeSet:
     """Engines of other machines. Raises ConfigError."""
     sources, security = parse_sources(settings.engines), security_of(settings)
     for source in sources:
-        if not source.has_many and is_numeric(source.address.host):
+        if source.address is not None and not source.has_many and is_numeric(source.address.host):
             security.check_reach(f"--engines {source.address}", [source.address.host])
     return NodeSet(
         sources,

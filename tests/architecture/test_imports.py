@@ -36,6 +36,7 @@ ONLY_IN = {
     "opentelemetry": ("quire_server.logs.tracing",),
     "llguidance": ("quire_engine.execution.constrained", "quire_server.text.grammar_worker"),
     "typing_extensions": ("quire_server",),
+    "ray": (),  # the control plane of a cluster imports Quire's processes, never the other way round: deploy/
 }
 # What a folder may import of its own package beside itself: folders, and single files by their dotted names; "*" stands
 # for the files at the top of the package.

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from quire_engine.config import EngineConfig, EnginePlan
 from quire_server.engine.nodes.addresses import Address, Source
@@ -57,11 +58,16 @@ async def served_node(
 
 @asynccontextmanager
 async def front(
-    addresses: Sequence[Address], *, security: LinkSecurity = NO_SECRETS, silence: float = 2.0, wait: float = 30.0
+    addresses: Sequence[Address],
+    *,
+    files: Sequence[Path] = (),
+    security: LinkSecurity = NO_SECRETS,
+    silence: float = 2.0,
+    wait: float = 30.0,
 ) -> AsyncIterator[tuple[NodeSet, Client]]:
     """A started front with these nodes."""
     together = NodeSet(
-        [Source(address, has_many=False) for address in addresses],
+        [*(Source(address) for address in addresses), *(Source(file=path) for path in files)],
         security,
         router=Router("least_tokens"),
         model="here",

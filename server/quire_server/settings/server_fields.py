@@ -122,7 +122,7 @@ class ServerFields(BaseModel):
 
     # -- Nodes
     engines: Strings = option(
-        (), "Nodes", "nodes that compute instead of this server: HOST:PORT, or dns:NAME:PORT for all of a name"
+        (), "Nodes", "nodes that compute instead of this server: HOST:PORT, dns:NAME:PORT, or file:PATH with one a line"
     )
     listen: str | None = option(None, "Nodes", "of `quire engine`: HOST:PORT on which it serves fronts")
     cluster_key_file: Path | None = option(

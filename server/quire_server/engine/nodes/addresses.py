@@ -1,6 +1,7 @@
 """Where nodes are: addresses as operators write them, and names that stand for several of them.
 
-`host:port` is one node; `dns:name:port` is one at each address of the name, which is asked for again and again.
+`host:port` is one node; `dns:name:port` is one at each address of the name, and `file:path` one for each line of a
+file, both of which are asked for again and again.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
+from pathlib import Path
 
 from quire_engine.errors import ConfigError
 
 _DNS = "dns:"
+_FILE = "file:"
+MOST_FILE_BYTES = 1 << 20  # of addresses; a longer file is none
 
 log = logging.getLogger("quire.nodes")
 
@@ -32,10 +36,11 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One word of --engines."""
+    """One word of --engines: an address, a name that stands for several, or a file of addresses."""
 
-    address: Address
-    has_many: bool  # a node at each of the name's addresses
+    address: Address | None = None
+    has_many: bool = False  # a node at each of the name's addresses
+    file: Path | None = None  # instead of an address
 
 
 def parse_address(text: str, setting: str) -> Address:
@@ -52,13 +57,34 @@ def parse_sources(words: Sequence[str]) -> tuple[Source, ...]:
     """The words of --engines, of which one may have several with commas; each address once. Raises ConfigError."""
     found = []
     for word in filter(None, ",".join(words).replace(" ", "").split(",")):
-        address = parse_address(word.removeprefix(_DNS), "--engines")
-        if address.port == 0:
-            raise ConfigError(f"--engines {word}: a node's port is not 0")
-        found.append(Source(address, word.startswith(_DNS)))
+        if word.startswith(_FILE):
+            found.append(Source(file=Path(word.removeprefix(_FILE)).expanduser()))
+            continue
+        found.append(Source(_node_address(word.removeprefix(_DNS), f"--engines {word}"), word.startswith(_DNS)))
     if not found:
-        raise ConfigError("--engines: expected at least one HOST:PORT or dns:NAME:PORT")
+        raise ConfigError("--engines: expected at least one HOST:PORT, dns:NAME:PORT or file:PATH")
     return tuple(dict.fromkeys(found))
+
+
+def _node_address(text: str, where: str) -> Address:
+    """The address of a node, whose port is known. Raises ConfigError."""
+    address = parse_address(text, where)
+    if address.port == 0:
+        raise ConfigError(f"{where}: a node's port is not 0")
+    return address
+
+
+def read_addresses(path: Path) -> list[Address]:
+    """The addresses in a file, one a line; empty lines and those that begin with # say nothing.
+
+    Raises OSError, and ConfigError for a line that is none.
+    """
+    with path.open("rb") as file:
+        raw = file.read(MOST_FILE_BYTES + 1)
+    if len(raw) > MOST_FILE_BYTES:
+        raise ConfigError(f"{path}: more than {MOST_FILE_BYTES:,} bytes are no list of nodes")
+    lines = (line.strip() for line in raw.decode(errors="replace").splitlines())
+    return [_node_address(line, str(path)) for line in lines if line and not line.startswith("#")]
 
 
 def is_numeric(host: str) -> bool:
@@ -78,16 +104,16 @@ async def resolve(address: Address) -> list[Address]:
 
 
 async def members(sources: Sequence[Source]) -> tuple[list[Address], bool]:
-    """The addresses of all nodes, and whether every name could be resolved: else there may be more of them."""
+    """The addresses of all nodes, and whether all names and files could be read: else there may be more of them."""
     found: list[Address] = []
     is_whole = True
     for source in sources:
-        if not source.has_many:
-            found.append(source.address)
-            continue
         try:
-            found += await resolve(source.address)
-        except OSError as error:
+            if source.file is not None:
+                found += await asyncio.to_thread(read_addresses, source.file)
+            elif source.address is not None:
+                found += await resolve(source.address) if source.has_many else [source.address]
+        except (OSError, ConfigError) as error:
             is_whole = False
-            log.debug("the name %s cannot be resolved: %s", source.address.host, error)
+            log.debug("nodes of %s are not known: %s", source.file or source.address, error)
     return list(dict.fromkeys(found)), is_whole

@@ -24,6 +24,7 @@ from quire_server.engine.replicas import Replica, ReplicaSet
 from quire_server.engine.supervisor import EngineState
 
 RESOLVE_SECONDS = 5.0  # between two questions for a name's addresses
+_READ_SECONDS = 0.5  # between two looks at a file of addresses, which costs less
 _OTHERS_SECONDS = 2.0  # how long a start waits for further nodes that are connected, once one is ready
 _PROMISED = 7 / 8  # share of the smallest pool that requests are held against: a node's next start may find less memory
 
@@ -50,6 +51,8 @@ class NodeSet(ReplicaSet):
         super().__init__(router=router, failover_seconds=failover_seconds, clock=clock)
         self._sources, self._security = tuple(sources), security
         self._model, self._tokenizer = model, tokenizer
+        if all(source.file is not None for source in self._sources):
+            resolve_seconds = min(resolve_seconds, _READ_SECONDS)
         self._silence, self._resolve_seconds = silence_seconds, resolve_seconds
         self._nodes: dict[str, RemoteEngine] = {}
         self._promised: EnginePlan | None = None  # what every node must hold; None: not known yet

@@ -7,12 +7,14 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire_engine.config import EnginePlan
-from quire_server.engine.nodes.addresses import Source
+from quire_engine.errors import ConfigError
+from quire_server.engine.nodes.addresses import Source, read_addresses
 from quire_server.engine.supervisor import EngineState
 from support.nodes import Cluster, cluster, front, ready, served_node
 from support.supervising import expected, request, run
@@ -193,3 +195,44 @@ def test_a_node_that_cannot_keep_what_is_promised_is_named_and_not_used(change: 
             assert together.rows()[1].state != "ready"
 
     run(body)
+
+
+def test_nodes_of_a_file_join_and_leave_as_it_says(tmp_path: Path) -> None:
+    path = tmp_path / "nodes"
+
+    async def body() -> None:
+        async with served_node() as one, served_node() as other:
+            path.write_text(f"# those of today\n{one.address}\n\n")
+            async with front([], files=[path]) as (together, client):
+                assert [row.name for row in together.rows()] == [str(one.address)]
+                path.write_text(f"{other.address}\n{one.address}\n")
+                await ready(together, 2)
+                path.write_text(f"{other.address}\nno address\n")  # says nothing: everybody stays
+                await together._refresh()
+                assert len(together.rows()) == 2
+                path.write_text(f"{other.address}\n")
+                one.node.drain()
+                await one.node.close()
+                async with asyncio.timeout(10):
+                    while len(together.rows()) != 1:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+                together.submit(request("served", (1,), tokens=20))
+                await client.until(lambda: ("served", 0) in client.ends)
+                assert client.tokens["served", 0] == expected((1,), 20)
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("10.0.0.7", "expected HOST:PORT"),
+        ("10.0.0.7:0", "a node's port is not 0"),
+        ("x" * (1 << 20) + "y:9000", "no list"),
+    ],
+)
+def test_a_file_with_something_else_is_refused_by_name(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "nodes"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        read_addresses(path)
