@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from quire_engine.adapter_turns import AdapterTurns
 from quire_engine.batch import Batch, StepResult
 from quire_engine.errors import InfeasibleRequest, ModelLoadError, Unanswerable
 from quire_engine.scheduling.scheduler import Scheduler
@@ -22,6 +23,7 @@ from quire_engine.types import (
     LOAD_ADAPTER,
     RESET_PREFIX_CACHE,
     Adapter,
+    AdaptersInUse,
     EngineHealth,
     GenerationRequest,
     StepOutput,
@@ -75,15 +77,20 @@ class GrammarCompiler(Protocol):
 class AdapterStore(Protocol):
     """Reads adapters in parallel to the steps; `execution.adapters`, or a fake in tests."""
 
-    def prepare(self, adapter: Adapter, in_use: Collection[str]) -> str | None:
+    @property
+    def leaving(self) -> Collection[str]:
+        """Digests of those whose place is wanted for others, and which therefore take no further requests."""
+        ...
+
+    def prepare(self, adapter: Adapter, in_use: AdaptersInUse) -> str | None:
         """Empty once requests may compute with it, or the reason why none can; None: later."""
         ...
 
-    def order(self, name: str, path: str, in_use: Collection[str]) -> dict[str, Any] | None:
+    def order(self, name: str, path: str, in_use: AdaptersInUse) -> dict[str, Any] | None:
         """Load an adapter by an order of this name: its facts, or None: ask again. Raises ModelLoadError."""
         ...
 
-    def forget(self, digest: str, in_use: Collection[str]) -> None:
+    def forget(self, digest: str, in_use: AdaptersInUse) -> None:
         """No further requests will come for it."""
         ...
 
@@ -113,9 +120,10 @@ class Engine:
         self._scheduler = scheduler
         self._grammars = grammars  # None: a grammar is compiled in the step that needs it
         self._adapters = adapters  # None: requests with an adapter are refused
-        # By id the requests whose grammars are being compiled, or whose adapters are being read.
+        # By id the requests whose grammars are being compiled, or whose adapters are being read or have no turn.
         self._preparing: dict[str, GenerationRequest] = {}
         self._unloadable: dict[str, str] = {}  # by request: why its adapter cannot be loaded
+        self._turns = AdapterTurns(scheduler.roster, scheduler.limits, scheduler.hold)
         self._held_early: set[str] = set()  # requests in `_preparing` that are to be held once they are ready
         self._executor = executor
         self._check_every_step = check_invariants
@@ -135,25 +143,25 @@ class Engine:
 
     def submit(self, request: GenerationRequest) -> None:
         # One that waits for an adapter is not overtaken by later ones, for whose sake it might wait for ever.
-        if (request.adapter is not None and self._preparing) or not self._is_prepared(request, self._in_use()):
+        if (request.adapter is not None and self._preparing) or not self._is_prepared(request, self._turns.in_use):
             self._preparing[request.request_id] = request
             return
         self._admit(request)
 
-    def _is_prepared(self, request: GenerationRequest, in_use: Collection[str]) -> bool:
-        """Whether nothing has to be compiled or read any more; what has begins."""
+    def _is_prepared(self, request: GenerationRequest, in_use: AdaptersInUse, *, is_beginning: bool = False) -> bool:
+        """Whether nothing has to be compiled or read any more; what has begins.
+
+        `is_beginning`: its adapter's turn begins, so that it may join though others wait for the adapter's place.
+        """
         grammar, adapter, is_ready = request.sampling.grammar, request.adapter, True
         if grammar and self._grammars is not None:
             is_ready = self._grammars.prepare(grammar, request.cache_scope)
-        if adapter is not None and self._adapters is not None:
+        if adapter is not None and self._adapters is not None and not is_beginning:
             wrong = self._adapters.prepare(adapter, in_use)
             if wrong:
                 self._unloadable[request.request_id] = wrong
             is_ready = is_ready and wrong is not None
         return is_ready or request.request_id in self._unloadable
-
-    def _in_use(self) -> set[str]:
-        return set() if self._adapters is None else self._scheduler.adapters_in_use()
 
     def _admit(self, request: GenerationRequest) -> None:
         """Add the request to the scheduler, or refuse it."""
@@ -194,19 +202,29 @@ class Engine:
     def abort(self, request_id: str) -> None:
         self._held_early.discard(request_id)
         was_preparing = self._preparing.pop(request_id, None) is not None
+        self._turns.forget(request_id)
         self._unloadable.pop(request_id, None)
         if self._scheduler.abort(request_id) or was_preparing:
             self._stats_changed = True
 
     def hold_request(self, request_id: str) -> None:
-        if request_id in self._preparing:
+        if request_id in self._turns:  # held already
+            self._turns.forget(request_id)
+            del self._preparing[request_id]
+        elif request_id in self._preparing:
             self._held_early.add(request_id)
         elif self._scheduler.hold(request_id):
             self._stats_changed = True
 
     def release_request(self, request_id: str) -> None:
         self._held_early.discard(request_id)
-        self._scheduler.release(request_id)
+        if request_id in self._preparing:
+            return
+        held = self._turns.come_back(request_id)
+        if held is None:
+            self._scheduler.release(request_id)
+        else:  # its adapter's place may have been given to another one
+            self._preparing[request_id] = held
 
     def inspect(self, what: str, arguments: Mapping[str, Any]) -> object:
         """A plain value that answers a question about the current state. Raises Unanswerable."""
@@ -229,10 +247,10 @@ class Engine:
         if self._adapters is None:
             raise Unanswerable("adapters are not enabled")
         if what == FORGET_ADAPTER:
-            self._adapters.forget(str(arguments["digest"]), self._in_use())
+            self._adapters.forget(str(arguments["digest"]), self._turns.in_use)
             return {}
         try:
-            return self._adapters.order(str(arguments["order"]), str(arguments["path"]), self._in_use())
+            return self._adapters.order(str(arguments["order"]), str(arguments["path"]), self._turns.in_use)
         except ModelLoadError as error:
             raise Unanswerable(str(error)) from None
 
@@ -253,6 +271,8 @@ class Engine:
         the next step already when it ends. That step was planned as if every sequence continued; its results for
         sequences that have ended are dropped.
         """
+        if self._adapters is not None:
+            self._take_turns(self._adapters)
         if self._preparing:
             self._admit_prepared()
         started = self._clock()
@@ -282,6 +302,9 @@ class Engine:
             host_seconds=step_seconds - execute_seconds,
             total_padding_rows=self._num_padding_rows,
         )
+        preparing = {each.adapter.name for each in self._preparing.values() if each.adapter is not None}
+        if preparing:
+            stats = replace(stats, waiting_adapters=stats.waiting_adapters | preparing)
         prefixes = self._scheduler.take_prefixes()
         self.on_step(StepOutput(step_id=self._step_id, outputs=tuple(outputs), stats=stats, prefixes=prefixes))
 
@@ -292,16 +315,44 @@ class Engine:
             waits_for = self._adapters if has_adapters else self._grammars
             if waits_for is not None:
                 waits_for.wait(_PREPARING_SECONDS)
-        now, in_use = self._clock(), self._in_use()
+        now, in_use = self._clock(), self._turns.in_use
+        active, beginning = {*in_use.active}, set[str]()
         for request in list(self._preparing.values()):
-            if request.deadline is not None and request.deadline <= now:
+            digest = "" if request.adapter is None else request.adapter.digest
+            is_back = request.request_id in self._turns
+            if is_back and self._turns.is_over(request):
+                self._turns.forget(request.request_id)
+                del self._preparing[request.request_id]
+                continue
+            if not is_back and request.deadline is not None and request.deadline <= now:
                 del self._preparing[request.request_id]
                 self._refuse(request, DEADLINE_PASSED, code=DEADLINE_EXCEEDED)
                 continue
-            if self._is_prepared(request, in_use):
-                self._admit(self._preparing.pop(request.request_id))
-            if request.adapter is not None:  # the place of one that is ready is not for those behind it
-                in_use.add(request.adapter.digest)
+            if is_back and not self._turns.may_go_on(request):
+                continue
+            was_active = digest in active
+            if self._is_prepared(request, AdaptersInUse(active, in_use.held), is_beginning=digest in beginning):
+                if digest and not was_active and request.request_id not in self._unloadable:
+                    beginning.add(digest)
+                del self._preparing[request.request_id]
+                (self._go_on if is_back else self._admit)(request)
+            if digest:  # the place of one that is ready is not for those behind it
+                active.add(digest)
+
+    def _go_on(self, request: GenerationRequest) -> None:
+        """A request that was set aside has its adapter again, or the reason why it cannot."""
+        self._turns.forget(request.request_id)
+        lacking = self._unloadable.pop(request.request_id, "")
+        if lacking:
+            self._unsent += self._scheduler.fail(request.request_id, lacking)
+        else:
+            self._scheduler.release(request.request_id)
+
+    def _take_turns(self, adapters: AdapterStore) -> None:
+        """Set aside the requests of an adapter that others have waited for long enough."""
+        for request in self._turns.step(adapters.leaving, self._preparing):
+            self._preparing[request.request_id] = request
+            self._stats_changed = True
 
     def _collect(self, outputs: list[TokenOutput]) -> float:
         """Apply the earliest step in flight; returns the seconds spent waiting for it."""

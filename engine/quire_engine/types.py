@@ -6,9 +6,9 @@ HTTP, text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 WaitReason = Literal["kv", "slots", "budget", "prefix"]  # prefix: another request is computing a common prefix
@@ -130,6 +130,13 @@ class Adapter:
     name: str  # as clients ask for it
     path: str  # its directory
     digest: str  # SHA-256 of its files, in hexadecimal digits
+
+
+class AdaptersInUse(NamedTuple):
+    """Digests of the adapters of unfinished requests."""
+
+    active: Collection[str]  # of those that run or wait for their steps
+    held: Collection[str]  # of those that are set aside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +285,8 @@ class EngineStats:
     total_accepted_tokens: int = 0  # of the drafts
     total_accepted_by_position: tuple[int, ...] = ()  # of those: the first drafts of their decodes, the second, ...
     total_undrafted: dict[NoDraftCause, int] = field(default_factory=dict)  # slices of steps
+    running_adapters: frozenset[str] = frozenset()  # names of the adapters of running requests
+    waiting_adapters: frozenset[str] = frozenset()  # and of others that are unfinished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

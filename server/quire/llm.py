@@ -158,10 +158,18 @@ class LLM:
         return self._run(requests, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        lora_request: LoRARequests = None,
     ) -> list[BeamSearchOutput]:
-        """The best hypotheses of each prompt by beam search, as many as its width, the best first."""
-        outputs = self._run(searches(prompt_list(prompts), params), use_tqdm=use_tqdm)
+        """The best hypotheses of each prompt by beam search, as many as its width, the best first.
+
+        `lora_request` is as in `generate`.
+        """
+        outputs = self._run(searches(prompt_list(prompts), params), use_tqdm=use_tqdm, lora_request=lora_request)
         return [beams_of(output, params, self._work.tokenizer) for output in outputs]
 
     def embed(

@@ -51,6 +51,7 @@ REASONS = {
     "quire_engine.simulation.guessing": "the drafter of simulations, beside the loop that asks it",
     "quire_server.engine.nodes.model_digest": "names that a node gives and a front compares",
     "quire_server.logs.throughput": "the lines of a start need it, which comes before HTTP is imported",
+    "quire_server.metrics.adapter_metrics": "a sample whose labels change, beside the table of metrics",
     "quire_server.metrics.prefill_cost": "an estimate of its own in the table of metrics",
     "quire_server.settings.faults": "the spelling of one setting, which two groups of settings read",
     "quire_server.text.fault_points": "a server without faults does not load it",

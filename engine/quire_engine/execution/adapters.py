@@ -6,7 +6,6 @@ Promises: a request computes with the weights whose digest it names or ends with
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.served import ModelFacts
 from quire_engine.execution.models.weights import SITES
 from quire_engine.execution.step_tensors import StepTensors
-from quire_engine.types import Adapter
+from quire_engine.types import Adapter, AdaptersInUse
 from quire_kernels.kernel_set import AdaptedOps, AdapterSites, KernelSet, LowRank, StepAdapters
 
 
@@ -37,7 +36,7 @@ class Packed:
 
 
 class AdapterCache:
-    """At most `most` adapters. One that unfinished requests have is not dropped.
+    """At most `most` adapters. One that requests have which run or wait is not dropped.
 
     Where all have some, the one that was asked for least recently takes no further requests until it is dropped, so
     that a request for another adapter waits for those alone that came before.
@@ -51,10 +50,15 @@ class AdapterCache:
         self._orders: dict[str, Future[Packed]] = {}  # for the operator, by the order's name
         self._thread = ThreadPoolExecutor(1, "adapters")
 
-    def prepare(self, adapter: Adapter, in_use: Collection[str]) -> str | None:
+    @property
+    def leaving(self) -> frozenset[str]:
+        """Digests of those whose place is wanted for others, and which therefore take no further requests."""
+        return frozenset(self._leaving)
+
+    def prepare(self, adapter: Adapter, in_use: AdaptersInUse) -> str | None:
         """Empty once requests may compute with it, or the reason why none can; None: later.
 
-        `in_use`: digests that unfinished requests have.
+        `in_use`: by requests that run or wait for their steps, and by others that are set aside.
         """
         digest = adapter.digest
         if digest in self._packed and digest not in self._leaving:
@@ -67,7 +71,7 @@ class AdapterCache:
             return None
         return self._end(adapter, self._loads.pop(digest))
 
-    def order(self, name: str, path: str, in_use: Collection[str]) -> dict[str, Any] | None:
+    def order(self, name: str, path: str, in_use: AdaptersInUse) -> dict[str, Any] | None:
         """Load an adapter by an order of this name: its facts, or None: ask again. Raises ModelLoadError."""
         load = self._orders.get(name)
         if load is None:
@@ -81,9 +85,9 @@ class AdapterCache:
             self._packed[packed.digest] = packed
         return {"digest": packed.digest, "rank": packed.rank, "num_bytes": packed.num_bytes}
 
-    def forget(self, digest: str, in_use: Collection[str]) -> None:
+    def forget(self, digest: str, in_use: AdaptersInUse) -> None:
         """No further requests will come for it."""
-        if digest not in in_use:
+        if digest not in in_use.active and digest not in in_use.held:
             self._packed.pop(digest, None)
         elif digest in self._packed:  # the first to go
             self._packed = {digest: self._packed.pop(digest), **self._packed}
@@ -101,13 +105,13 @@ class AdapterCache:
         slots = host_tensor(step.adapter_slots, torch.device("cpu"))
         return StepAdapters(slots=slots, adapters=tuple([self._packed[digest].sites for digest in step.adapters]))
 
-    def _begin(self, adapter: Adapter, in_use: Collection[str]) -> str | None:
+    def _begin(self, adapter: Adapter, in_use: AdaptersInUse) -> str | None:
         digest = adapter.digest
         if digest not in self._packed:
             if self._make_room(in_use):
                 self._loads[digest] = self._thread.submit(self._load, adapter.path)
             return None
-        if digest in in_use:
+        if digest in in_use.active:
             return None
         self._leaving.discard(digest)  # the request that wanted its place has gone
         return ""
@@ -122,11 +126,15 @@ class AdapterCache:
         self._packed[packed.digest] = packed
         return ""
 
-    def _make_room(self, in_use: Collection[str], *, now_or_never: bool = False) -> bool:
+    def _make_room(self, in_use: AdaptersInUse, *, now_or_never: bool = False) -> bool:
         """Whether there is room for one more; else one of those in use is to leave."""
         if len(self._packed) + len(self._loads) < self._most:
             return True
-        idle = next((digest for digest in self._packed if digest not in in_use), None)
+        idle = next(
+            (digest for digest in self._packed if digest not in in_use.active and digest not in in_use.held), None
+        )
+        if idle is None:  # what was set aside is read again when it goes on
+            idle = next((digest for digest in self._packed if digest not in in_use.active), None)
         if idle is not None:
             del self._packed[idle]
             self._leaving.discard(idle)

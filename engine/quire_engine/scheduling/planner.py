@@ -212,13 +212,15 @@ class Admission:
         """Let waiting groups enter in order; returns the groups that entered.
 
         A group that cannot enter may be overtaken at most `max_bypasses` times in its life, and at most that many
-        groups are skipped in one step. After a preemption no group enters: the freed blocks belong to the group that
-        needed them.
+        groups are skipped in one step; one that waits for room for its adapter is overtaken by groups with adapters
+        alone. After a preemption no group enters: the freed blocks belong to the group that needed them.
         """
         closed: WaitReason | None = "kv" if plan.num_preempted else None
         limit = self._limits.max_bypasses
         entered: list[Group] = []
         passed_over: list[Group] = []
+        without_room: list[Group] = []  # groups whose adapter waits for the end of another's use
+        is_turn_over = False  # one of those has been overtaken often enough: no group with an adapter enters
         for group in self._by_class():
             if closed is None and plan.budget == 0:
                 closed = "budget"
@@ -230,10 +232,17 @@ class Admission:
                     group, "slots", plan
                 )  # its tenant's quota is used up: others that enter do not bypass it
                 continue
-            # What others hold beside their adapters is of no use to a group that waits for the end of an adapter's use.
-            fits = has_adapter_room(group, self._roster.running, self._limits.max_loras)
-            obstacle = self._try_to_enter(group, plan, num_partial, now) if fits else "slots"
-            while fits and obstacle in ("slots", "kv") and self._preempt_for(group, plan):
+            # What others hold beside their adapters is of no use to a group that waits for the end of an adapter's use,
+            # and groups without an adapter do not put that end off.
+            if group.adapter and (
+                is_turn_over or not has_adapter_room(group, self._roster.adapters.running, self._limits.max_loras)
+            ):
+                self._let_wait(group, "slots", plan)
+                without_room.append(group)
+                is_turn_over = is_turn_over or group.num_bypasses >= limit
+                continue
+            obstacle = self._try_to_enter(group, plan, num_partial, now)
+            while obstacle in ("slots", "kv") and self._preempt_for(group, plan):
                 obstacle = self._try_to_enter(group, plan, num_partial, now)
             if obstacle is not None:
                 self._let_wait(group, obstacle, plan)
@@ -245,6 +254,9 @@ class Admission:
                 continue
             entered.append(group)
             num_partial += self._assigner.stays_partial(group, plan)
+            for other in without_room if group.adapter else ():
+                other.note_bypass()
+                is_turn_over = is_turn_over or other.num_bypasses >= limit
             for other in passed_over:
                 other.note_bypass()
                 if other.num_bypasses >= limit:
@@ -545,7 +557,7 @@ class Preemptor:
 
     def free_adapters_for(self, elder: Group, plan: StepPlan) -> None:
         """Preempt until the waiting elder's adapter may run: all groups of those that the fewest groups have."""
-        while not has_adapter_room(elder, self._roster.running, self._limits.max_loras):
+        while not has_adapter_room(elder, self._roster.adapters.running, self._limits.max_loras):
             used = Counter(group.adapter for group in self._roster.running if group.adapter)
             least = min(used, key=lambda adapter: (used[adapter], adapter))
             for group in [group for group in self._roster.running if group.adapter == least]:

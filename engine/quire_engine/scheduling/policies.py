@@ -6,7 +6,7 @@ A policy reads groups and returns a decision; it changes neither groups nor bloc
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Values
 from dataclasses import dataclass
 from typing import Protocol
@@ -183,12 +183,9 @@ class DeficitLongestPrefix:
             self._left[name] += more
 
 
-def has_adapter_room(group: Group, running: Iterable[Group], most: int) -> bool:
-    """Whether no more than `most` adapters are in use if the group runs too."""
-    if not group.adapter:
-        return True
-    others = {each.adapter for each in running if each.adapter}
-    return group.adapter in others or len(others) < most
+def has_adapter_room(group: Group, running: Collection[str], most: int) -> bool:
+    """Whether no more than `most` adapters run if the group does too; `running`: digests of those that run."""
+    return not group.adapter or group.adapter in running or len(running) < most
 
 
 def client(group: Group) -> Client:

@@ -9,6 +9,7 @@ from bisect import insort
 from collections.abc import Iterable
 from itertools import count
 
+from quire_engine.adapter_use import AdapterUse
 from quire_engine.invariants import require
 from quire_engine.scheduling.blocks import PageTable, PrefixMatch, SequenceKV
 from quire_engine.scheduling.kv_allocator import KVAllocator
@@ -27,6 +28,7 @@ class Roster:
         self.held: dict[str, Group] = {}  # live, and in neither queue
         self.sequences: dict[int, Sequence] = {}  # unfinished ones, by id
         self.num_running = 0  # sequences of running groups
+        self.adapters = AdapterUse()
         self.total_preemptions = self.total_recomputed_tokens = 0
         self.total_preemptions_by_cause: dict[PreemptionCause, int] = dict.fromkeys(PREEMPTION_CAUSES, 0)
         self._kv = kv
@@ -61,6 +63,7 @@ class Roster:
                 group.add_choice(sequence)
                 self.sequences[sequence.sequence_id] = sequence
         self.live[request.request_id] = group
+        self.adapters.join(group.adapter)
         insort(self.waiting, group, key=self._order.key)
         return group
 
@@ -69,6 +72,7 @@ class Roster:
         self._kv.seat(group.leader, match)
         group.enter(now)
         self.num_running += len(group.sequences)
+        self.adapters.enter(group.adapter)
         self.waiting.remove(group)
         insort(self.running, group, key=self._order.key)
 
@@ -84,6 +88,7 @@ class Roster:
         self.total_preemptions += 1
         self.total_preemptions_by_cause[cause] += 1
         self.num_running -= len(group.sequences)
+        self.adapters.stop(group.adapter)
         self.running.remove(group)
         insort(self.waiting, group, key=self._order.key)
 
@@ -94,10 +99,12 @@ class Roster:
             for sequence in group.sequences:
                 self._kv.release(sequence)
             self.num_running -= len(group.sequences)
+            self.adapters.stop(group.adapter)
             self.running.remove(group)
         else:
             self.waiting.remove(group)
         group.hold()
+        self.adapters.hold(group.adapter)
         self.held[group.request.request_id] = group
 
     def release(self, group: Group, *, step: int, wait_bound: int) -> None:
@@ -106,6 +113,8 @@ class Roster:
         group.release(step, wait_bound)
         self.live[request_id] = self.live.pop(request_id)
         del self.held[request_id]
+        self.adapters.release(group.adapter)
+        self.adapters.join(group.adapter)
         insort(self.waiting, group, key=self._order.key)
 
     def contenders(self) -> Iterable[Group]:
@@ -125,7 +134,11 @@ class Roster:
         if group.end(sequence):
             if was == "held":
                 del self.held[group.request.request_id]
+                self.adapters.release(group.adapter)
             else:
+                if was == "running":
+                    self.adapters.stop(group.adapter)
+                self.adapters.leave(group.adapter)
                 (self.running if was == "running" else self.waiting).remove(group)
             del self.live[group.request.request_id]
 
@@ -135,10 +148,6 @@ class Roster:
         for sequence in ended:
             self.end(sequence)
         return ended
-
-    def adapters_in_use(self) -> set[str]:
-        """Digests of the adapters of unfinished requests."""
-        return {group.adapter for group in self.live.values() if group.adapter}
 
     def check(self) -> None:
         """Raise InvariantViolation if queues, counts, tables and blocks disagree."""
@@ -153,6 +162,11 @@ class Roster:
         require(counted == self.num_running, f"{counted} sequences run, {self.num_running} are counted")
         known = sum(len(group.sequences) for group in self.live.values())
         require(known == len(self.sequences), f"{known} choices are unfinished, {len(self.sequences)} are listed")
+        self.adapters.check(
+            running=[group.adapter for group in self.running],
+            waiting=[group.adapter for group in self.waiting],
+            held=[group.adapter for group in self.held.values()],
+        )
         for group in self.live.values():
             require((group in self.running) == (group.state == "running"), f"{_name(group)} is in the wrong queue")
             require(bool(group.sequences), f"{_name(group)} is live without a choice")

@@ -70,7 +70,7 @@ class Scheduler:
         self._scheduled_at: dict[int, float] = {}  # when each step in flight was planned
         self._deadlines = Deadlines()
         self.take_prefixes = self._kv.prefixes.take  # changes of cached prompt blocks, for a router
-        self.adapters_in_use = self._roster.adapters_in_use
+        self.roster, self.limits = self._roster, limits  # for the turns of adapters, to be read only
 
     @property
     def has_work(self) -> bool:
@@ -308,7 +308,8 @@ class Scheduler:
         I17* wait bound: a request ends within the steps that `wait_bound` named at its submission, or its last release.
         I18  replay: a step log's inputs, given to another scheduler, bring the same plans.
         I19* held: a held group has no slot, no block and no part in plans, and is never the elder.
-        I20* bypasses: no group is overtaken more than `max_bypasses` times, except while it waits for a prefix.
+        I20* bypasses: no group is overtaken more than `max_bypasses` times, except while it waits for a prefix, and by
+             those without an adapter while its own has no room.
         """
         limits, roster = self._config.limits, self._roster
         self._planner.check()

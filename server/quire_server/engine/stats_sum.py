@@ -59,7 +59,7 @@ def _idle(kept: EngineStats, latest: EngineStats) -> EngineStats:
 
 
 def _added(parts: Iterable[_Record], **given: object) -> _Record:
-    """All numbers added up, by key in tables and by place in rows; `given`: fields that are not."""
+    """All numbers added up, by key in tables and by place in rows, and sets united; `given`: fields that are not."""
     parts = list(parts)
     kind = type(parts[0])
     added = {
@@ -77,6 +77,8 @@ def _sum(values: list[Any]) -> Any:
             return {key: sum(value.get(key, 0) for value in values) for key in keys}
         case tuple():
             return tuple(map(sum, zip_longest(*values, fillvalue=0)))
+        case frozenset():
+            return frozenset().union(*values)
     return sum(values)
 
 

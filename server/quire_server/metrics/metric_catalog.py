@@ -191,7 +191,8 @@ class EngineMetrics:
             children=[(reason,) for reason in WAIT_REASONS],
         )
         self.held = values.gauge(
-            "quire_requests_held", "Sequences that are set aside, as long as their clients do not read."
+            "quire_requests_held",
+            "Sequences that are set aside, as long as their clients do not read or other adapters have their turn.",
         )
         self._alias_waiting = values.gauge(None, "Sequences not in the batch.", alias="vllm:num_requests_waiting")
         self._alias_waiting_by_reason = values.gauge(

@@ -16,6 +16,7 @@ from prometheus_client import (
 
 from quire_engine.config import EnginePlan
 from quire_engine.types import WAIT_REASONS
+from quire_server.metrics.adapter_metrics import AdapterMetrics
 from quire_server.metrics.history import MINUTE, History
 from quire_server.metrics.metric_catalog import (
     REJECT_REASONS,
@@ -78,6 +79,7 @@ class Metrics:
         self._plan = PlanMetrics(values)
         self._minute = MinuteMetrics(values)
         self.tenants = TenantMetrics(values, tenants)
+        self._adapters = AdapterMetrics(values)
         self.observe_step = self._engine.observe  # once per step
         self.engine_restarted = self._engine.restarted
         self.replica_restarted = self._engine.restarts.inc  # of several, whose totals go on
@@ -185,6 +187,7 @@ class Metrics:
         """The engine started with this plan. `mean_kl`: the measured loss of its quantisation; None: not measured."""
         self._plan.observe(plan, mean_kl)
         self._engine.begin(plan)
+        self._adapters.begin(plan)
         limits = plan.scheduler.limits
         self._load.static.max_size = limits.max_num_seqs
         self.history.block_size, self.history.max_model_len = limits.block_size, plan.scheduler.max_model_len
@@ -218,6 +221,7 @@ class Metrics:
         """The exposition in the text format; `load_ratio`: the progress of the engine's start."""
         self._load_ratio.set(load_ratio)
         self._engine.show(time.monotonic())
+        self._adapters.show(self._engine.state)
         self.replicas.show(self.replica_rows())
         self._lost_lines.values[()] = float(self.lost_log_lines())
         self._waiting_bytes.set(self.bytes_waiting())

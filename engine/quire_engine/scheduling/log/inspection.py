@@ -20,7 +20,7 @@ from quire_engine.scheduling.log.step_records import FORMAT, RequestEvent, StepR
 from quire_engine.scheduling.log.why_slow import explanation, summary
 from quire_engine.scheduling.planner import Planner
 from quire_engine.scheduling.roster import Roster
-from quire_engine.scheduling.sequence import Sequence
+from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.speculation import Speculation
 from quire_engine.types import WAIT_REASONS, EngineStats, WaitReason
 
@@ -268,6 +268,7 @@ def engine_stats(
         waiting[group.wait_reason] += len(group.sequences)
     admission = planner.admission
     used = kv.num_blocks - kv.num_available
+    has_adapters = any(roster.adapters.in_use)
     return EngineStats(
         running=roster.num_running,
         waiting=waiting,
@@ -300,7 +301,13 @@ def engine_stats(
         total_accepted_tokens=speculation.total_accepted if speculation else 0,
         total_accepted_by_position=tuple(speculation.accepted_by_position) if speculation else (),
         total_undrafted=dict(speculation.undrafted) if speculation else {},
+        running_adapters=_adapter_names(roster.running) if has_adapters else frozenset(),
+        waiting_adapters=_adapter_names([*roster.waiting, *roster.held.values()]) if has_adapters else frozenset(),
     )
+
+
+def _adapter_names(groups: Iterable[Group]) -> frozenset[str]:
+    return frozenset([group.request.adapter.name for group in groups if group.request.adapter is not None])
 
 
 def num_unused_slots(sequences: Iterable[Sequence], block_size: int) -> int:

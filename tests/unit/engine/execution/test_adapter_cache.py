@@ -12,7 +12,7 @@ from quire_engine.errors import ModelLoadError
 from quire_engine.execution.adapters import AdapterCache
 from quire_engine.execution.models.adapter import read_adapter
 from quire_engine.execution.models.config import load_model_config
-from quire_engine.types import Adapter
+from quire_engine.types import Adapter, AdaptersInUse
 from quire_kernels.reference import REFERENCE
 from support.adapters import write_adapter
 from support.checkpoints import shared_checkpoint
@@ -37,10 +37,12 @@ def new_cache(config, most: int) -> AdapterCache:
     return AdapterCache(config, REFERENCE.adapted, max_rank=16, most=most)
 
 
-def prepared(cache: AdapterCache, adapter: Adapter, in_use: Collection[str] = ()) -> str | None:
+def prepared(
+    cache: AdapterCache, adapter: Adapter, active: Collection[str] = (), held: Collection[str] = ()
+) -> str | None:
     """Asked for until it is read, or until it is clear that it waits for others."""
     for _ in range(200):
-        answer = cache.prepare(adapter, in_use)
+        answer = cache.prepare(adapter, AdaptersInUse(active, held))
         if answer is not None:
             return answer
         if not cache._loads:
@@ -80,6 +82,19 @@ def test_where_all_are_in_use_one_takes_no_more_requests_until_it_has_gone(confi
     assert prepared(cache, a, {c.digest}) == ""
 
 
+def test_one_whose_requests_are_set_aside_goes_if_no_other_can(config, adapters) -> None:
+    cache = new_cache(config, 2)
+    a, b, c = adapters
+    for adapter in (a, b):
+        assert prepared(cache, adapter) == ""
+    assert prepared(cache, c, {b.digest}, {a.digest}) == ""
+    assert set(cache._packed) == {b.digest, c.digest}
+    assert prepared(cache, a, (), {b.digest}) == ""
+    assert set(cache._packed) == {a.digest, b.digest}, "c is used by nobody"
+    cache.forget(b.digest, AdaptersInUse((), {b.digest}))
+    assert list(cache._packed) == [b.digest, a.digest], "it may go on, and is the first to go"
+
+
 def test_one_that_was_to_go_stays_if_nobody_wants_its_place(config, adapters) -> None:
     cache = new_cache(config, 1)
     a, b, _ = adapters
@@ -105,7 +120,7 @@ def test_orders_read_the_files_each_time(config, adapters) -> None:
 
     def order(name: str, path: str, in_use: Collection[str] = ()) -> dict[str, object]:
         for _ in range(200):
-            facts = cache.order(name, path, in_use)
+            facts = cache.order(name, path, AdaptersInUse(in_use, ()))
             if facts is not None:
                 return facts
             time.sleep(0.01)
@@ -121,7 +136,7 @@ def test_orders_read_the_files_each_time(config, adapters) -> None:
     assert list(cache._packed) == [b.digest]
     with pytest.raises(ModelLoadError, match="no such directory"):
         order("4", "/nowhere")
-    cache.forget(b.digest, {b.digest})
+    cache.forget(b.digest, AdaptersInUse({b.digest}, ()))
     assert list(cache._packed) == [b.digest]
-    cache.forget(b.digest, ())
+    cache.forget(b.digest, AdaptersInUse((), ()))
     assert not cache._packed
