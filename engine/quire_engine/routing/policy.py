@@ -43,6 +43,8 @@ def candidates(request: RouteRequest, views: Sequence[ReplicaView]) -> list[Repl
 class RoundRobin:
     """Each replica in turn."""
 
+    reads_blocks = False
+
     def __init__(self) -> None:
         self._turn = 0
 
@@ -55,6 +57,8 @@ class RoundRobin:
 class LeastRequests:
     """The replica with the fewest unfinished requests, of equals the one with fewer tokens."""
 
+    reads_blocks = False
+
     def choose(self, request: RouteRequest, views: Sequence[ReplicaView], index: Blocks, now: float) -> Route:  # noqa: ARG002
         best = min(candidates(request, views), key=_load)
         return _route(best, request, index, f"the fewest requests, {best.requests:,}")
@@ -62,6 +66,8 @@ class LeastRequests:
 
 class LeastTokens:
     """The replica with the fewest prompt tokens ahead and tokens of decodes; of equals the one with fewer requests."""
+
+    reads_blocks = False
 
     def choose(self, request: RouteRequest, views: Sequence[ReplicaView], index: Blocks, now: float) -> Route:  # noqa: ARG002
         best = min(candidates(request, views), key=lambda view: (view.prompt_tokens_ahead + view.decodes, _load(view)))
@@ -74,6 +80,8 @@ class CacheAware:
     Unless loads differ much, the longest match wins where it is long enough, else the replica with the smallest tree.
     Its tree of what was sent is our exact index; ties go to the replica with fewer requests.
     """
+
+    reads_blocks = True
 
     match = 0.3  # least share of the prompt that decides
     most_apart = 64  # requests between the most and the least loaded
@@ -129,6 +137,8 @@ class PredictedTtft:
     Only replicas with the request's first block, and the least loaded one of each kind, can win, so only those are
     scored; of equal kind and with no deeper hit a more loaded one cannot win either.
     """
+
+    reads_blocks = True
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[str, str] = OrderedDict()  # the replica that each was last sent to

@@ -83,6 +83,11 @@ class Blocks(Protocol):
 class RoutePolicy(Protocol):
     """Chooses a replica for each request. May keep state of its own, such as sessions."""
 
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether the choice depends on what the replicas' caches hold; if not, requests need not name their blocks."""
+        ...
+
     def choose(self, request: RouteRequest, views: Sequence[ReplicaView], index: Blocks, now: float) -> Route:
         """Raises NoReplica if no replica may take the request now."""
         ...

@@ -5,7 +5,7 @@ The choice itself is a policy of `quire_engine.routing`. A wrong guess here cost
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from quire_engine.block_hashes import routed_names
@@ -68,8 +68,13 @@ class Router:
     """One route policy, and all that it decides by."""
 
     def __init__(self, policy: str) -> None:
-        """Raises ConfigError for a policy that is unknown."""
+        """Raises ConfigError for a policy that is unknown.
+
+        `on_answered` is called at a request's first output: its replica, the TTFT predicted, and seen, in seconds.
+        """
+        self.on_answered: Callable[[str, float, float], None] = lambda *_: None
         self._policy = route_policy(policy)
+        self.reads_blocks = self._policy.reads_blocks
         self._index = PrefixIndex()
         self._tenants = TenantService()
         self._cost = LiveCost()
@@ -104,8 +109,10 @@ class Router:
         `cohort`: of a request that has tokens; empty: any.
         """
         request = entry.request
-        size = standings[0].limits.block_size if standings else 16
-        blocks = routed_names(request.prompt_token_ids, request.cache_salt, size) if _reads_cache(request) else ()
+        blocks: tuple[int, ...] = ()
+        if standings and self.reads_blocks and _reads_cache(request):
+            size = standings[0].limits.block_size
+            blocks = routed_names(request.prompt_token_ids, request.cache_salt, size)  # at most 256: half a millisecond
         asked = RouteRequest(
             request_id=request_id,
             prompt_tokens=num_known_tokens(entry),
@@ -131,6 +138,7 @@ class Router:
         name, predicted, sent_at = self._predicted.get(request_id, ("", 0.0, 0.0))
         if name:
             self._slowness[name].observe(predicted=predicted, seen=now - sent_at, now=now)
+            self.on_answered(name, predicted, now - sent_at)
         self.forget(request_id)
 
     def forget(self, request_id: str) -> None:

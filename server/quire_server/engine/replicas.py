@@ -160,9 +160,12 @@ class ReplicaSet:
         self.on_move: Callable[[], None] = lambda: None  # a stream has lost its engine, or is drained off it
         self.on_moved: Callable[[float], None] = lambda _: None  # its next token came after so many seconds
         self.on_members: Callable[[], None] = lambda: None  # replicas have joined or left, or tell other sizes
+        # A replica's first output for a request came: its name, the predicted and the seen seconds to it.
+        self.on_answered: Callable[[str, float, float], None] = lambda *_: None
         self.quarantine = Quarantine()
         self.dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._router, self._clock = router, clock
+        router.on_answered = lambda *answered: self.on_answered(*answered)  # noqa: PLW0108 - it is set later
         self._failover_seconds = failover_seconds
         self._replicas: dict[str, Replica] = {}
         self._streams: dict[str, Stream] = {}

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from quire_server.metrics.metric_values import Values
 
+_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
 _MOVE = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0)
 
 
@@ -52,6 +53,24 @@ class ReplicaMetrics:
         self.move_seconds = values.histogram(
             "quire_move_seconds", "From the loss of a request's replica to its next output, seconds.", _MOVE
         ).observe
+
+        self._predicted = values.histograms(
+            "quire_route_predicted_ttft_seconds",
+            "Predicted when a request was given to the replica, of those that have had output: seconds to it.",
+            _FIRST,
+            "replica",
+        )
+        self._seen = values.histograms(
+            "quire_route_seen_ttft_seconds",
+            "Of the same requests: seconds from then to their first output at the front.",
+            _FIRST,
+            "replica",
+        )
+
+    def answered(self, replica: str, predicted: float, seen: float) -> None:
+        """A replica's first output for a request has come; seconds since it was given to it."""
+        self._predicted.observe(predicted, replica)
+        self._seen.observe(seen, replica)
 
     def decided(self, why: str) -> None:
         """A request was given to a replica. `why` is of a fixed set."""

@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import get_args
 
+import pytest
+
+from quire_engine.routing.policy import RoutePolicyName
 from quire_engine.types import EngineStats, StepOutput, TokenOutput
+from quire_server.engine import replica_routing
 from quire_server.engine.supervisor import EngineState
 from quire_server.errors import ReplicaLost
 from support.scripted_replicas import Replicas, replicas
@@ -26,6 +31,44 @@ def test_requests_go_to_the_replica_with_least_ahead() -> None:
         them.holder("a").say("a", 5)
         them.set.submit(request("e"))
         assert them.holder("e") is them.holder("a"), "whose prompt is answered is not ahead any more"
+
+    run(body)
+
+
+def test_prompts_are_hashed_for_policies_that_ask_what_caches_hold_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def names(token_ids: tuple[int, ...], salt: str, block_size: int) -> tuple[int, ...]:
+        hashed.append(len(token_ids))
+        return ()
+
+    monkeypatch.setattr(replica_routing, "routed_names", names)
+
+    async def body() -> None:
+        for policy in get_args(RoutePolicyName):
+            hashed.clear()
+            them = await replicas(policy=policy)
+            asks = policy in ("predicted_ttft", "cache_aware")
+            them.set.submit(request("a", tuple(range(100))))
+            assert hashed == [100] * asks, policy
+
+    run(body)
+
+
+def test_the_predicted_time_to_the_first_output_is_told_beside_the_seen_one() -> None:
+    async def body() -> None:
+        them = await replicas(policy="predicted_ttft")
+        told: list[tuple[str, float, float]] = []
+        them.set.on_answered = lambda *one: told.append(one)
+        them.set.submit(request("a", tuple(range(100))))
+        await asyncio.sleep(0.02)
+        assert told == []
+        them.holder("a").say("a", 5)
+        them.holder("a").say("a", 6)
+        ((name, predicted, seen),) = told
+        assert name in ("0", "1")
+        assert 0 < predicted < 1
+        assert 0.01 < seen < 5
 
     run(body)
 
