@@ -7,13 +7,15 @@ ARGS ?=
 JOBS ?= 2
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
-.PHONY: help serve test kernel-test schema-test draft-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim schedule-test \
-  emulated-test damage-test model-sweep hostile replica-test ray-test soak api-fuzz audit lock sbom check format bench headline clean
+.PHONY: help serve test kernel-test kernel-matrix schema-test draft-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim \
+  schedule-test emulated-test damage-test model-sweep hostile replica-test ray-test soak api-fuzz audit lock sbom check format bench headline \
+  clean
 
 HELP := \
   "serve          serve the embedded model, or ARGS=\"/models/X --port 9000\"" \
   "test           every test that needs neither outside programs nor a GPU; under eight minutes" \
   "kernel-test    the kernels on every instruction set of this machine" \
+  "kernel-matrix  the same with all rows of every cross product" \
   "test-e2e       real servers, the openai clients, Prometheus" \
   "check          formatters, linters, mypy and the architecture's rules" \
   "format         format the code" \
@@ -47,12 +49,18 @@ help:
 serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)
 
-# What every change needs: under eight minutes on two cores. CI also runs kernel-test.
+# What every change needs, beside `make check`, which has the architecture's rules: under eight minutes on two cores. CI also runs
+# kernel-test.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not kernels and not e2e and not gpu and not sim and not image and not schemas and not drafts" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not kernels and not e2e and not gpu and not sim and not image and not schemas and not drafts" \
+	  --ignore=tests/architecture $(ARGS)
 
 # The kernels on every instruction set that this machine has, by sanitizers and by Triton's interpreter.
 kernel-test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "kernels and not matrix and not gpu and not sim" tests/kernels $(ARGS)
+
+# The same with every row of every cross product, instead of rows that have every pair of values.
+kernel-matrix: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "kernels and not gpu and not sim" tests/kernels $(ARGS)
 
 test-e2e: $(VENV)/.dev

@@ -1,5 +1,6 @@
 """What is part of `make kernel-test`: matrices of instruction sets, sanitizers, simulators. The rest is `make test`.
 
+Of a test with many rows, rows that have every pair of values are part of it; `make kernel-matrix` takes all.
 Promises: a new file here is part of `make kernel-test` until it is named below; the longest test begins first.
 Must not know: what the tests are about.
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
+from support.covering import mark_all_others
 
 FOLDER = Path(__file__).parent
 # Choices, contracts and messages: what an edit elsewhere may break, in seconds.
@@ -20,6 +23,7 @@ QUICK = {
     "test_select.py",
 }
 LONGEST = "test_interpreted"
+FEW = 12  # rows of a test that are all taken
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are selected by
@@ -27,4 +31,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(FOLDER) and item.path.name not in QUICK:
             item.add_marker("kernels")
+    mark_all_others([item for item in items if item.get_closest_marker("kernels")], "matrix", more_than=FEW)
     items.sort(key=lambda item: item.name != LONGEST)  # a stable sort: all others stay where they are
