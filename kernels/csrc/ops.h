@@ -104,6 +104,9 @@ QUIRE_API int32_t quire_pack_stored(Context* context, const Linear* w, const Sto
 // Of every panel of such a matrix.
 QUIRE_API int64_t quire_stored_panel_bytes(const Linear* w);
 
+// Rows `rows` [count] of a matrix of stored.h that has no zero points, as numbers [count, columns].
+QUIRE_API int32_t quire_stored_rows(Context* context, const Linear* w, const int64_t* rows, int64_t count, bf16* out);
+
 // Whether all of `count` values are finite numbers, into `finite`.
 QUIRE_API int32_t quire_all_finite(Context* context, const bf16* values, int64_t count, uint8_t* finite);
 

@@ -471,6 +471,9 @@ class KernelSet:
         scale and a zero point. Without it such matrices take no less memory than others, so that a model is loaded with
         decoded ones.
     embed(table [V, H], ids [T] int64) -> [T, H]
+    embed_stored(w, ids [T] int64) -> [T, K], or None
+        Rows of a matrix [N, K] of pack_stored that has no zero points: its numbers, rounded once. None: it computes no
+        such, so that an embedding is decoded.
     norm_linear(x [T, K], norm, w) -> [T, N]
         The norm, None for none, then the projection with its bias. For QKV.
     norm_gate_up(x [T, K], norm, w, activation) -> [T, I]
@@ -564,6 +567,7 @@ class KernelSet:
     bind_layers: Callable[[Sequence[LayerOp]], BoundLayers] | None = None
     adapted: AdaptedOps | None = None  # None: adapters are refused
     pack_stored: Callable[[Sequence[Sequence[StoredMatrix]], Tensor | None], LinearWeight | None] | None = None
+    embed_stored: Callable[[LinearWeight, Tensor], Tensor] | None = None
     stored_bits: Callable[[StoredKind, int, int, float | None], float | None] | None = None
     # Whether attention's launches depend only on the numbers of rows and sequences and on bounds of lengths. Then it
     # also handles sequences without rows, and rows without a sequence, whose results are undefined.

@@ -7,12 +7,15 @@ from typing import get_args
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from quire_kernels.cpu.stored import STORED_KINDS
+from quire_kernels.cpu.stored import STACKED
 from quire_kernels.cpu.variants import usable_variants
-from quire_kernels.kernel_set import Activation, Norm
+from quire_kernels.kernel_set import Activation, ExpertMatrices, Norm, expert_rows
 from quire_kernels.reference.experts import choose
+from quire_kernels.stored import joined
 from support.cpu_linear import EPS, KINDS, kernel_set
+from support.cpu_stored import stored_matrix
 from support.experts import expected, packed, random_block
 
 BF16 = torch.bfloat16
@@ -210,6 +213,49 @@ def test_rows_may_meet_in_one_expert_or_nowhere(variant, kind):
     assert give(x[:0], torch.zeros(0, dtype=torch.int64)).shape == (0, hidden)
 
 
+@pytest.mark.parametrize(("name", "hidden", "inner"), [("q4_k", 256, 256), ("six bits", 256, 96), ("awq", 160, 40)])
+def test_experts_that_others_quantised_are_their_single_products(variant, name, hidden, inner):
+    """Bitwise, for rows alone and together, with one, two and three threads."""
+    count, top_k, number = 5, 2, 61
+    stored = [stored_matrix(name, inner, hidden, seed=seed) for seed in range(count)]
+    above = [stored_matrix(name, inner, hidden, seed=100 + seed) for seed in range(count)]
+    below = [stored_matrix(name, hidden, inner, seed=200 + seed) for seed in range(count)]
+    x, random = _rows(number, hidden), torch.Generator().manual_seed(5)
+    index = torch.stack([torch.randperm(count + 1, generator=random)[:top_k] for _ in range(number)])
+    weights = torch.rand(number, top_k, generator=random)
+
+    def filled(matrices):
+        rows = expert_rows(matrices[0].shape[0])
+        return [each.over_rows(lambda part: F.pad(part, (0, 0, 0, rows - len(part)))) for each in matrices]
+
+    def block(kernels):
+        return ExpertMatrices(
+            count=count,
+            inner=inner,
+            gate_up=kernels.pack_stored([[joined(filled(stored))], [joined(filled(above))]], None),
+            down=kernels.pack_stored([[joined(filled(below))]], None),
+            activation="silu",
+        )
+
+    kernels = kernel_set(variant)
+    each = torch.zeros(number, top_k, hidden)
+    for expert in range(count):
+        up = kernels.pack_stored([[stored[expert]], [above[expert]]], None)
+        down = kernels.pack_stored([[below[expert]]], None)
+        row, rank = torch.where(index == expert)
+        each[row, rank] = kernels.linear(kernels.norm_gate_up(x[row], None, up, "silu"), down, False).float()
+    total = torch.zeros(number, hidden)
+    for rank in range(top_k):
+        total = total + weights[:, rank, None] * each[:, rank]
+    whole = kernels.given_experts(x, index, weights, block(kernels))
+    assert torch.equal(whole, total.to(BF16))
+    for threads in (2, 1, 3):
+        kernels = kernel_set(variant, None, threads)
+        experts = block(kernels)
+        for rows in (1, 2, 7, 20, number):
+            assert torch.equal(kernels.given_experts(x[:rows], index[:rows], weights[:rows], experts), whole[:rows])
+
+
 def test_the_router_is_not_quantised(variant):
     """A row's experts are those of the model as it is stored, for every kind of weights."""
     block, x = random_block(16, 128, 64), _rows(9, 128)
@@ -234,8 +280,8 @@ def test_what_does_not_fit_is_refused():
         kernels.mix_experts(x, None, replace(routing, selection_bias=torch.zeros(3)), experts, 1.0, None)
     with pytest.raises(ValueError, match=r"given as torch.int64 \[3, k\]"):
         kernels.given_experts(x, torch.zeros(2, 2, dtype=torch.int64), torch.zeros(3, 2), experts)
-    experts.down.args.kind = STORED_KINDS["nibbles"]
-    with pytest.raises(ValueError, match="cannot be kept as others quantised them"):
+    experts.down.args.kind = STACKED
+    with pytest.raises(ValueError, match="all experts of a layer must be packed in one form"):
         kernels.mix_experts(x, None, routing, experts, 1.0, None)
     experts.down.args.kind = 0
     narrow = kernels.pack_router(block.router[:3], None)

@@ -214,6 +214,28 @@ def test_rows_of_several_forms_have_the_bits_of_each_alone(variant, k):
                 assert torch.equal(values, together[op][:m]), (op, threads, m)
 
 
+@pytest.mark.parametrize("name", [name for name in FORMS if stored_matrix(name, 2, 32).zero_points is None])
+@pytest.mark.parametrize(("n", "k"), [(130, 96), (72, 2112)])
+def test_rows_are_looked_up_as_their_numbers(variant, name, n, k):
+    kernels, matrix = kernel_set(variant), stored_matrix(name, n, k)
+    packed, exact = kernels.pack_stored([[matrix]], None), matrix.dequantised().bfloat16()
+    for ids in (torch.arange(n), torch.tensor([n - 1, 0, 65]), torch.tensor([7]), torch.tensor([], dtype=torch.int64)):
+        assert torch.equal(kernels.embed_stored(packed, ids), exact[ids])
+
+
+def test_rows_that_there_are_not_are_refused(variant):
+    kernels = kernel_set(variant)
+    packed = kernels.pack_stored([[stored_matrix("q4_k", 64, 256)]], None)
+    for ids in (torch.tensor([64]), torch.tensor([-1]), torch.tensor([1], dtype=torch.int32), torch.zeros(1, 1).long()):
+        with pytest.raises(ValueError, match="ids must be"):
+            kernels.embed_stored(packed, ids)
+    for wrong in (stored_matrix("awq", 64, 256), None):
+        weight = kernels.pack_linear(torch.ones(64, 32).bfloat16(), None)
+        weight = weight if wrong is None else kernels.pack_stored([[wrong]], None)
+        with pytest.raises(ValueError, match="without zero points"):
+            kernels.embed_stored(weight, torch.tensor([0]))
+
+
 def test_rows_that_share_a_panel_get_a_form_in_common(variant):
     kernels = kernel_set(variant)
     matrices = [stored_matrix(name, rows, 256) for name, rows in (("q4_k", 33), ("six bits", 40), ("q8_0", 64))]

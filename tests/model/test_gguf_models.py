@@ -19,7 +19,7 @@ from quire_engine.execution.models.weights import take_text
 from quire_engine.gguf import read_gguf
 from quire_engine.memory_plan import plan_text
 from quire_kernels.cpu.ops import cpu_kernel_set
-from quire_kernels.kernel_set import KernelSet, LinearAdd, NormGateUp, NormLinear, Quantization
+from quire_kernels.kernel_set import KernelSet, LinearAdd, MixExperts, NormGateUp, NormLinear, Quantization
 from quire_server.checkpoint.gguf_folder import unfolded
 from support.gguf_blocks import QUANTISED
 from support.gguf_models import ARCHITECTURES, all_of, make_gguf
@@ -106,6 +106,15 @@ def test_experts_of_quantised_types_have_the_bits_of_their_numbers(family: str, 
     assert str(load_model_config(folder).quantisation) == f"GGUF, F32, {kind}"
     same_logits(folder, dense)
     same_logits(folder, dense, torch.bfloat16)
+    kernels = cpu_kernel_set(2)
+    model = Model(folder, dtype=torch.bfloat16, kernels=kernels)
+    blocks = [op.experts for op in model.decoder._weights.program if isinstance(op, MixExperts)]
+    assert all(matrix.args.kind == 3 for block in blocks for matrix in (block.gate_up, block.down))
+    ids = random_ids(40, vocab_size=200)
+    got, truth = model.logits(ids, 40), Model(dense).logits(ids, 40)
+    rounded = Model(dense, dtype=torch.bfloat16, kernels=kernels).logits(ids, 40)  # the numbers too
+    assert (got - truth).norm() < 1.3 * (rounded - truth).norm()
+    assert torch.equal(model.logits(ids, 1), got)
 
 
 @pytest.mark.parametrize(("family", "overrides"), OPTIONS)
@@ -186,6 +195,8 @@ def test_matrices_stay_as_they_are_stored(family: str, kind: str, tmp_path: Path
         "down": exact[layer + "mlp.down_proj.weight"],
         "head": exact.get("lm_head.weight", exact["model.embed_tokens.weight"]),
     }
+    assert torch.equal(model.decoder.embed(torch.arange(9)), exact["model.embed_tokens.weight"][:9].bfloat16())
+    assert (model.decoder._weights.stored_embedding is packed["head"]) == (kind == "mixed")
     for name, numbers in wanted.items():
         assert torch.equal(columns(kernels, packed[name]), numbers), name
     ids = random_ids(40, vocab_size=200)

@@ -126,7 +126,7 @@ bool is_whole(const Linear& w) {
 template <typename Kind>
 void make_whole(const Linear& w, const bf16* x, int64_t row, const Whole& to) {
   Kind::prepare(w, RawRow{x, nullptr, w.columns}, nullptr, to.data + row * to.stride, to.scales + row,
-                to.sums + row * (w.k / kGroup));
+                to.sums + row * sums_per_row<Kind>(w));
 }
 
 // The products of all pairs with one of their expert's two matrices.
@@ -136,7 +136,12 @@ class Product {
   // `from`: the rows [number] as they are; with `whole` [number] in the form of the kind. `chosen`: which of them each
   // pair multiplies: its order divided by it; 0: a row of its own.
   Product(const Stack& stack, const PairOrder& pairs, const bf16* from, const Whole* whole, int64_t chosen)
-      : stack_(stack), pairs_(pairs), from_(from), whole_(whole), chosen_(chosen), groups_(stack.all.k / kGroup) {
+      : stack_(stack),
+        pairs_(pairs),
+        from_(from),
+        whole_(whole),
+        chosen_(chosen),
+        groups_(sums_per_row<Kind>(stack.all)) {
     int64_t bytes = 0;
     for (int64_t i = 0; i < pairs.num_hit; ++i) {
       const int64_t expert = pairs.hit[i];
@@ -270,9 +275,11 @@ struct Arrays {
 Arrays arrays_of(Context& context, const Call& call) {
   const Linear& w = *call.experts.gate_up;
   const int64_t number = call.m * call.top_k, count = call.experts.count;
-  const int64_t stride = with_made_kind(w.kind, [&](auto kind) {
+  int64_t stride = 0, groups = 0;
+  with_kind(w.kind, [&](auto kind) {
     using Kind = decltype(kind);
-    return is_whole<Kind>(w) ? int64_t{0} : aligned(whole_bytes<Kind>(w));
+    stride = is_whole<Kind>(w) ? 0 : aligned(whole_bytes<Kind>(w));
+    groups = sums_per_row<Kind>(w);
   });
   Places places;
   const int64_t normed = places.take(call.m * call.width * 2), logits = places.take(call.m * count * 4);
@@ -280,7 +287,7 @@ Arrays arrays_of(Context& context, const Call& call) {
   const int64_t starts = places.take((count + 1) * 8), order = places.take(number * 4);
   const int64_t place = places.take(number * 4), hit = places.take(count * 4), offsets = places.take(count * 8);
   const int64_t data = places.take(call.m * stride), scales = places.take(call.m * 4);
-  const int64_t sums = places.take(call.m * (w.k / kGroup) * 4);
+  const int64_t sums = places.take(call.m * groups * 4);
   context.experts.reserve(places.end());
   char* base = context.experts.data();
   const auto ints = [&](int64_t at) { return reinterpret_cast<int32_t*>(base + at); };
@@ -297,7 +304,7 @@ Arrays arrays_of(Context& context, const Call& call) {
 // The rows, normed, and in the form in which the experts multiply them.
 void prepare_rows(Context& context, const Call& call, Arrays* arrays) {
   const Linear& w = *call.experts.gate_up;
-  with_made_kind(w.kind, [&](auto kind) {
+  with_kind(w.kind, [&](auto kind) {
     using Kind = decltype(kind);
     const bool whole = is_whole<Kind>(w);
     if (!whole || call.norm != nullptr) {
@@ -328,7 +335,7 @@ void multiply_and_sum(Context& context, const Call& call, Arrays* arrays, float 
   if (pairs.count > 0) {
     const Stack above(*experts.gate_up, experts.count, experts.inner);
     const Stack below(*experts.down, experts.count, call.width);
-    with_made_kind(above.all.kind, [&](auto kind) {
+    with_kind(above.all.kind, [&](auto kind) {
       const Product<decltype(kind)> product(above, pairs, arrays->normed, &arrays->whole, call.top_k);
       context.products.reserve(product.shared_bytes());
       context.reserve_own(product.own_bytes());
@@ -339,7 +346,7 @@ void multiply_and_sum(Context& context, const Call& call, Arrays* arrays, float 
     });
     const bf16* inner = reinterpret_cast<const bf16*>(context.shared.data());
     found = reinterpret_cast<bf16*>(context.shared.data() + aligned(pairs.count * experts.inner * 2));
-    with_made_kind(below.all.kind, [&](auto kind) {
+    with_kind(below.all.kind, [&](auto kind) {
       const Product<decltype(kind)> product(below, pairs, inner, nullptr, 0);
       context.products.reserve(product.shared_bytes());
       context.reserve_own(product.own_bytes());

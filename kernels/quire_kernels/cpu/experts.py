@@ -15,7 +15,7 @@ from quire_kernels.cpu.context import Context
 from quire_kernels.cpu.linear import GATES, norm_args, rows_of
 from quire_kernels.cpu.packing import PackedLinear
 from quire_kernels.cpu.signatures import ExpertsArgs, RoutingArgs
-from quire_kernels.cpu.stored import STORED_KINDS
+from quire_kernels.cpu.stored import STACKED
 from quire_kernels.kernel_set import ExpertMatrices, Norm, Routing, Scoring, expert_rows
 
 # `enum class Scoring`.
@@ -132,8 +132,8 @@ def experts_args(experts: ExpertMatrices, width: int) -> ExpertsArgs:
     wanted = (width, experts.count * expert_rows(experts.inner), experts.inner, experts.count * expert_rows(width))
     if sizes != wanted or not up.gate_up or down.gate_up or experts.count < 1:
         raise ValueError(f"the sizes of {experts.count} experts do not fit together: {sizes}, not {wanted}")
-    if {up.args.kind, down.args.kind} & set(STORED_KINDS.values()):
-        raise ValueError("experts cannot be kept as others quantised them")
+    if STACKED in {up.args.kind, down.args.kind}:
+        raise ValueError("all experts of a layer must be packed in one form")
     return ExpertsArgs(
         gate_up=up.address,
         down=down.address,

@@ -17,6 +17,7 @@ from quire_kernels.cpu.context import Context
 from quire_kernels.cpu.low_rank import BoundAdapter, addend_args, pack_low_rank
 from quire_kernels.cpu.packing import PackedLinear
 from quire_kernels.cpu.signatures import NormArgs
+from quire_kernels.cpu.stored import STORED_KINDS, OffsetForm
 from quire_kernels.kernel_set import Activation, AdaptedOps, Addend, Norm
 
 _BF16 = torch.bfloat16
@@ -47,6 +48,7 @@ class LinearOps:
         self._handle = context.handle
         self._norm_linear = context.library.quire_norm_linear
         self._greedy = context.library.quire_greedy
+        self._stored_rows = context.library.quire_stored_rows
         self._linear_add = context.library.quire_linear_add
         self._norm_add = context.library.quire_norm_add
 
@@ -62,6 +64,19 @@ class LinearOps:
             norm_gate_up=lambda x, norm, w, act, addend: self._normed(x, norm, w, GATES[act], addend),
             linear_add=self.linear_add,
         )
+
+    def embed_stored(self, w: PackedLinear, ids: Tensor) -> Tensor:
+        """The rows `ids` of a matrix that others quantised, as bfloat16."""
+        if ids.dtype is not torch.int64 or ids.dim() != 1 or not ids.is_cpu:
+            raise ValueError(f"ids must be int64 on the CPU, not {ids.dtype} {list(ids.shape)} on {ids.device}")
+        if w.gate_up or w.args.kind not in STORED_KINDS.values() or w.args.offset_form == OffsetForm.ZERO_POINT:
+            raise ValueError("rows are taken from a matrix that others quantised without zero points")
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < w.num_outputs:
+            raise ValueError(f"ids must be rows of the matrix's {w.num_outputs}")
+        ids, out = ids.contiguous(), torch.empty(len(ids), w.num_inputs, dtype=_BF16)
+        if self._stored_rows(self._handle, w.address, ids.data_ptr(), len(ids), out.data_ptr()):
+            raise MemoryError(f"looking up {len(ids)} rows")
+        return out
 
     def norm_linear(self, x: Tensor, norm: Norm | None, w: PackedLinear) -> Tensor:
         return self._normed(x, norm, w, Epilogue.STORE)

@@ -51,6 +51,7 @@ def cpu_kernel_set(
         pack_stored=packer.stored if quantization is None else None,
         stored_bits=stored_bits if quantization is None else None,
         embed=REFERENCE.embed,
+        embed_stored=linear.embed_stored if quantization is None else None,
         norm_linear=linear.norm_linear,
         norm_gate_up=linear.norm_gate_up,
         linear_add=linear.linear_add,

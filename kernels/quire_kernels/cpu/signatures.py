@@ -216,6 +216,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "quire_pack": (c_int32, (c_void_p,) * 4),
     "quire_pack_stored": (c_int32, (c_void_p,) * 4),
     "quire_stored_panel_bytes": (c_int64, (c_void_p,)),
+    "quire_stored_rows": (c_int32, (*(c_void_p,) * 3, c_int64, c_void_p)),
     "quire_all_finite": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p)),
     "quire_norm_linear": (c_int32, (*(c_void_p,) * 3, c_int64, c_void_p, c_void_p, c_int32, c_void_p, c_int64)),
     "quire_greedy": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 4)),

@@ -42,8 +42,6 @@ _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-# The shape of a tensor, and what makes it of stored ones, by their roles.
-Made = tuple[tuple[int, ...], Callable[[dict[str, Tensor]], Tensor]]
 _Made = TypeVar("_Made")
 
 
@@ -83,6 +81,14 @@ class Kept(NamedTuple):
     kind: StoredKind
     group_size: int
     beside: float | None = None  # bits of a group beside its codes; None: a scale and a zero point
+
+
+class Made(NamedTuple):
+    """The shape of a tensor, and what makes it of stored ones, by their roles."""
+
+    shape: tuple[int, ...]
+    decode: Callable[[dict[str, Tensor]], Tensor]
+    kept: Kept | None = None
 
 
 class StoredSize(NamedTuple):
@@ -190,8 +196,8 @@ class Checkpoint:
         """
         found = {role: self._entries.pop(part) for role, part in parts.items()}
         self._undone[next(iter(found.values())).stored] = len(into)
-        for name, (shape, decode) in into.items():
-            self._decoded[name] = _Decoded(found, shape, decode, sharers=len(into))
+        for name, made in into.items():
+            self._decoded[name] = _Decoded(found, made.shape, made.decode, sharers=len(into), kept=made.kept)
 
     def is_done(self, name: str) -> bool:
         """Whether `done` was called for it."""

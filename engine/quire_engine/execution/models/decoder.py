@@ -35,14 +35,18 @@ class Decoder:
         # In the model's dtype, as the reference has it.
         self._embedding_scale: Tensor | None = None
         if config.embedding_scale != 1.0:
-            self._embedding_scale = torch.tensor(config.embedding_scale).to(weights.embedding)
+            dtype = torch.bfloat16 if weights.embedding is None else weights.embedding
+            self._embedding_scale = torch.tensor(config.embedding_scale).to(dtype)
         self._bound: BoundLayers | None = None
         if kernels.bind_layers is not None:
             self._bound = kernels.bind_layers(weights.program)
 
     @property
     def packed_bytes(self) -> int | None:
-        """Memory of all packed matrices, the head included; None: the kernel set keeps them as they are."""
+        """Memory of all packed matrices, the head included; None: the kernel set keeps them as they are.
+
+        Without an embedding that is packed beside the head.
+        """
         size = self._kernels.packed_bytes
         if size is None:
             return None
@@ -96,7 +100,12 @@ class Decoder:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids [T] to the rows that the first layer gets, [T, H]."""
-        x = self._kernels.embed(self._weights.embedding, ids)
+        if self._weights.embedding is not None:
+            x = self._kernels.embed(self._weights.embedding, ids)
+        elif self._kernels.embed_stored is not None:
+            x = self._kernels.embed_stored(self._weights.stored_embedding, ids)
+        else:
+            raise ValueError(f"the {self._kernels.name} kernels look up no rows of an embedding that is quantised")
         return x if self._embedding_scale is None else x * self._embedding_scale
 
     @torch.inference_mode()
@@ -164,8 +173,9 @@ def _row_sums(values: Tensor) -> Tensor:
 class Weights:
     """A whole model. `head` shares memory with `embedding` if the kernel set keeps the matrix as it is."""
 
-    embedding: Tensor  # [V, H]
+    embedding: Tensor | None  # [V, H]; None: it is stored quantised
     program: tuple[LayerOp, ...]  # of all layers, in order
     parts: tuple[PoolPart, ...]  # of the pool that they are for
     final_norm: Norm  # [H]
     head: LinearWeight  # H -> V
+    stored_embedding: LinearWeight | None = None  # the head, where both are one

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire_engine.execution.models.checkpoint import STORED, Checkpoint, Made
+from quire_engine.execution.models.checkpoint import STORED, Checkpoint, Kept, Made
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.dequantising import E2M1, EXPONENT_BIAS
 from quire_engine.execution.models.experts_config import ExpertsConfig
 from quire_kernels.kernel_set import expert_rows
 from quire_kernels.packed_form import PackedForm
+from quire_kernels.stored import StoredMatrix
 
 _STACK = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)(_bias)?")
 _BLOCKS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)_blocks")
@@ -120,7 +122,7 @@ def take_experts(checkpoint: Checkpoint, config: ModelConfig) -> None:
             for part, first, step, count in _rows_of_parts(kind, rows, in_turns=known.entry.stored == "turned"):
                 whole = f"{prefix}{expert}.{part}.{'bias' if bias else 'weight'}"
                 decode = partial(_view, expert=expert, turned=turned, first=first, step=step, count=count)
-                made[whole] = ((count,) if bias else (count, columns)), decode
+                made[whole] = Made((count,) if bias else (count, columns), decode)
         checkpoint.divide({"stack": name}, made)
 
 
@@ -128,7 +130,7 @@ def _take_bias(checkpoint: Checkpoint, name: str) -> None:
     """Some store one row of a matrix."""
     _, shape = checkpoint.stored_as(name)
     if len(shape) == 2 and shape[0] == 1:
-        checkpoint.divide({"row": name}, {name: (shape[1:], lambda stored: stored["row"][0])})
+        checkpoint.divide({"row": name}, {name: Made(shape[1:], lambda stored: stored["row"][0])})
 
 
 def _take_blocks(checkpoint: Checkpoint, config: ModelConfig, known: ExpertsConfig, prefix: str, kind: str) -> None:
@@ -144,16 +146,42 @@ def _take_blocks(checkpoint: Checkpoint, config: ModelConfig, known: ExpertsConf
     made: dict[str, Made] = {}
     for expert in range(known.count):
         for part, first, step, count in _rows_of_parts(kind, rows, in_turns=known.entry.stored == "turned"):
-            decode = partial(_decoded, expert=expert, first=first, step=step, count=count)
-            made[f"{prefix}{expert}.{part}.weight"] = (count, columns), decode
+            which = _Rows(expert, first, step, count)
+            kept = Kept(partial(_kept, which), "nibbles", _MX_GROUP, 16.0)
+            made[f"{prefix}{expert}.{part}.weight"] = Made((count, columns), partial(_decoded, which), kept)
     checkpoint.divide(names, made)
 
 
-def _decoded(stored: dict[str, Tensor], *, expert: int, first: int, step: int, count: int) -> Tensor:
-    """float32 [count, K]: a byte's lower half comes first."""
-    both, exponents = (stored[role][expert][first::step][:count] for role in ("blocks", "scales"))
-    values = torch.tensor(E2M1)[torch.stack([both & 15, both >> 4], dim=-1).int()]
-    return torch.ldexp(values.flatten(2), exponents[..., None].int() - EXPONENT_BIAS).flatten(1)
+class _Rows(NamedTuple):
+    """Of an expert's in a stack: the first one, how far they lie apart, and how many there are."""
+
+    expert: int
+    first: int
+    step: int
+    number: int
+
+    def of(self, stack: Tensor) -> Tensor:
+        return stack[self.expert][self.first :: self.step][: self.number]
+
+
+def _decoded(rows: _Rows, stored: dict[str, Tensor]) -> Tensor:
+    """float32 [count, K]."""
+    codes, exponents = _codes(rows, stored)
+    return torch.ldexp(torch.tensor(E2M1)[codes.int()], exponents[..., None].int() - EXPONENT_BIAS).flatten(1)
+
+
+def _kept(rows: _Rows, stored: dict[str, Tensor]) -> StoredMatrix:
+    codes, exponents = _codes(rows, stored)
+    scales = torch.ldexp(torch.ones(()), exponents.int() - EXPONENT_BIAS).bfloat16()
+    if not bool(torch.isfinite(scales).all()):
+        raise ValueError("has scales that are not finite numbers")
+    return StoredMatrix(kind="nibbles", table=E2M1, codes=codes.flatten(1), group_size=_MX_GROUP, scales=scales)
+
+
+def _codes(rows: _Rows, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """[count, K / 32, 32], of which a byte's lower half comes first, and exponents [count, K / 32]."""
+    both, exponents = rows.of(stored["blocks"]), rows.of(stored["scales"])
+    return torch.stack([both & 15, both >> 4], dim=-1).flatten(2), exponents
 
 
 def _sizes(config: ModelConfig, known: ExpertsConfig, kind: str) -> tuple[int, int]:

@@ -100,9 +100,10 @@ def _divide_experts(checkpoint: Checkpoint, stored: str, kind: str, shape: tuple
         raise checkpoint.error(stored, f"has shape {list(shape)}, which is not that of {count} experts")
     prefix = f"model.layers.{match['layer']}.mlp.experts."
     into: dict[str, Made] = {
-        f"{prefix}{expert}.{_EXPERTS[match['slot']]}.{match['kind']}": (
+        f"{prefix}{expert}.{_EXPERTS[match['slot']]}.{match['kind']}": Made(
             shape[1:],
             partial(_read_expert, kind, shape, expert),
+            _kept(kind, shape[1:], torch.arange(expert * shape[1], (expert + 1) * shape[1])),
         )
         for expert in range(count)
     }

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from quire_kernels.kernel_set import LinearWeight
@@ -33,6 +34,11 @@ class Part:
         zeros = max(0, self.filled - len(rows))
         return [rows, rows.new_zeros(1).expand(zeros, *rows.shape[1:])] if zeros else [rows]
 
+    def filled_rows(self, stored: Tensor) -> Tensor:
+        """The rows and the zeros that follow, in a tensor of their own where there are zeros."""
+        pieces = self.pieces(stored)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
     def of(self, stored: Tensor) -> Tensor:
         rows = stored[self.start : self.stop]
         if self.head_order is None:
@@ -56,6 +62,10 @@ class WeightSource(Protocol):
 
     def gate_up(self, place: str, gate: Sequence[Part], up: Sequence[Part], biases: Sequence[Part]) -> LinearWeight: ...
 
-    def head(self, place: str, name: str, embedding: Tensor) -> LinearWeight:
+    def stored_table(self, place: str, name: str) -> LinearWeight | None:
+        """A matrix whose rows are looked up, as it is stored; None: `tensor` gives its numbers."""
+        ...
+
+    def head(self, place: str, name: str, embedding: Tensor | None) -> LinearWeight:
         """The last projection; `embedding` is what `tensor` gave for it where both are one."""
         ...

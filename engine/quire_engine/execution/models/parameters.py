@@ -28,6 +28,7 @@ class Parameters:
     num_experts: int = 1  # of a layer
     top_k: int = 1  # of them that multiply a token
     stored: tuple[StoredSize, ...] = ()  # of `linear` and `head`, what may be kept as the checkpoint has it
+    stored_embedding: StoredSize | None = None  # likewise
 
     @property
     def total(self) -> int:
@@ -57,10 +58,18 @@ class Parameters:
         apart = packed_bits is not None or not self.tied
         # All matrices alike: of a router, which is not quantised, there is little.
         experts = packed_bytes * self.experts // max(1, self.linear + self.head)
-        total = read + (self.embedding * itemsize if apart else 0)
+        total = read + (self._embedding_bytes(itemsize, kernels) if apart else 0)
         return WeightMemory(
             total=total, read=read - experts + experts * self.top_k // self.num_experts, experts=experts
         )
+
+    def _embedding_bytes(self, itemsize: int, kernels: KernelSet) -> int:
+        """Of an embedding beside the head: none where both are one matrix, kept as it is stored."""
+        numbers = self.embedding * itemsize
+        if self.stored_embedding is None or kernels.embed_stored is None:
+            return numbers
+        saved = self.stored_embedding.saved(kernels, 8.0 * itemsize)
+        return 0 if self.tied and saved else numbers - int(saved) // 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +79,6 @@ class WeightMemory:
     total: int
     read: int  # for one token with its logits; the embedding is looked up
     experts: int = 0  # of `total`, of which one token reads its share
-
-
-def _multiplies(name: str, model: ModelConfig) -> bool:
-    """Whether a matrix is multiplied as a whole: experts are not yet kept as they are stored."""
-    return not is_expert(name) and (name != EMBEDDING or model.tie_word_embeddings)
 
 
 def count_parameters(path: Path, model: ModelConfig) -> Parameters:
@@ -87,7 +91,10 @@ def count_parameters(path: Path, model: ModelConfig) -> Parameters:
         take_text(checkpoint, model)
         checkpoint.drop(lambda name: name not in shapes)
         checkpoint.require(shapes)
-        stored = tuple(size for name, size in checkpoint.stored_sizes() if _multiplies(name, model))
+        kept = dict(checkpoint.stored_sizes())
+    stored_embedding = kept.get(EMBEDDING)
+    if not model.tie_word_embeddings:
+        kept.pop(EMBEDDING, None)
     table = model.vocab_size * model.hidden_size
     sizes = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) > 1}
     small = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 1)
@@ -104,5 +111,6 @@ def count_parameters(path: Path, model: ModelConfig) -> Parameters:
         tail_experts=sum(size for name, size in tail.items() if is_expert(name)),
         num_experts=1 if model.experts is None else model.experts.count,
         top_k=1 if model.experts is None else model.experts.top_k,
-        stored=stored,
+        stored=tuple(kept.values()),
+        stored_embedding=stored_embedding,
     )

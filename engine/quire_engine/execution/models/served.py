@@ -94,8 +94,8 @@ class Wanted:
         if isinstance(self.model, ModelConfig) and self.model.headless:  # which another file may say
             facts["head"] = "embedding"
         if self.model.quantisation is not None and self.kernels.stored_bits is not None:
-            # Blocks of GGUF files were decoded once, when other quantised matrices were kept already.
-            facts["stored"] = "blocks kept" if self.model.quantisation.method == "gguf" else "kept"
+            # At first experts, embeddings and the blocks of GGUF files were decoded.
+            facts["stored"] = "all kept"
         return json.dumps(facts, sort_keys=True)
 
 

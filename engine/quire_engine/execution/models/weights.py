@@ -47,7 +47,7 @@ from quire_kernels.kernel_set import (
     Source,
 )
 from quire_kernels.packed_form import PackedForm
-from quire_kernels.stored import StoredMatrix
+from quire_kernels.stored import StoredMatrix, joined
 
 _VALUES_AT_ONCE = 4 << 20  # that one thread converts
 _HEAD = "lm_head.weight"
@@ -229,9 +229,10 @@ def assemble(
     max_model_len: int,
 ) -> Weights:
     """The decoder's weights from wherever they come, for a pool of this layout."""
-    embedding = source.tensor(EMBEDDING)
+    tied, table = config.tie_word_embeddings, source.stored_table("embedding", EMBEDDING)
+    embedding = source.tensor(EMBEDDING) if table is None else None
     # The largest matrix comes while little else is in memory: what packing needs beside the weights is then a layer.
-    head = source.head("head", EMBEDDING if config.tie_word_embeddings else _HEAD, embedding)
+    head = table if tied and table is not None else source.head("head", EMBEDDING if tied else _HEAD, embedding)
     layers = _Layers(source, config, kernels, layout, device=device, max_model_len=max_model_len)
     return Weights(
         embedding=embedding,
@@ -239,6 +240,7 @@ def assemble(
         parts=pool_parts(layout),
         final_norm=layers.norm(_FINAL_NORM),
         head=head,
+        stored_embedding=table,
     )
 
 
@@ -470,6 +472,7 @@ class CheckpointSource:
         self._pack_stored = None if kernels.stored_bits is None else kernels.pack_stored
         if image is not None and self._form is not None and self._pack_stored is not None:
             self._pack_stored = self._form.stored_packer(image.allocate)
+        self._keeps_tables = self._pack_stored is not None and kernels.embed_stored is not None
         phase = "reading weights" if self._form is None else "packing weights"
         self._progress = Progress(phase, checkpoint.num_bytes, tell)
 
@@ -499,7 +502,7 @@ class CheckpointSource:
 
     def _kept(self, matrices: Sequence[Sequence[Part]], biases: Sequence[Part]) -> LinearWeight | None:
         """Matrices, each made of the rows of several, as they are stored; None: that is not possible."""
-        if self._pack_stored is None or any(part.filled for parts in matrices for part in parts):
+        if self._pack_stored is None:
             return None
         made: list[list[StoredMatrix]] = []
         for parts in matrices:
@@ -508,12 +511,24 @@ class CheckpointSource:
                 stored = self._checkpoint.stored_matrix(part.name)
                 if stored is None:
                     return None
-                of_parts.append(stored.over_rows(part.of))
+                of_parts.append(stored.over_rows(part.filled_rows))
+            if any(part.filled for part in parts):  # experts, whose matrices all have one form
+                whole = joined(of_parts)
+                if whole is None:
+                    return None
+                of_parts = [whole]
             made.append(of_parts)
         return self._pack_stored(made, self._bias(biases))
 
-    def head(self, place: str, name: str, embedding: Tensor) -> LinearWeight:
-        if not self._checkpoint.is_done(name):
+    def stored_table(self, place: str, name: str) -> LinearWeight | None:
+        stored = self._checkpoint.stored_matrix(name) if self._keeps_tables else None
+        if stored is None or stored.zero_points is not None:
+            return None
+        packed = self._kept([[Part(name)]], [])
+        return None if packed is None else self._packed(place, packed, [Part(name)])
+
+    def head(self, place: str, name: str, embedding: Tensor | None) -> LinearWeight:
+        if embedding is None or not self._checkpoint.is_done(name):
             return self.matrix(place, [Part(name)], [])
         packed = self._kept([[Part(name)]], [])
         return self._packed(place, self._pack_linear(embedding, None) if packed is None else packed, [])
@@ -605,6 +620,10 @@ class ImageSource:
         del gate, up
         return self.matrix(place, (), biases)
 
-    def head(self, place: str, name: str, embedding: Tensor) -> LinearWeight:
+    def stored_table(self, place: str, name: str) -> LinearWeight | None:
+        del name
+        return self._form.restore(*self._image.matrix(place)) if self._image.has_matrix(place) else None
+
+    def head(self, place: str, name: str, embedding: Tensor | None) -> LinearWeight:
         del embedding
         return self.matrix(place, (Part(name),), ())

@@ -146,6 +146,9 @@ class Image:
             raise BadHeader(f"its tensor {name} takes {size} bytes")
         return self._bytes[offset : offset + size].view(dtype).view(shape)
 
+    def has_matrix(self, place: str) -> bool:
+        return place in self.header.facts
+
     def matrix(self, place: str) -> tuple[dict[str, int], dict[str, Tensor]]:
         """The facts and the parts of a matrix. Raises BadHeader where there is none."""
         if place not in self.header.parts or place not in self.header.facts:

@@ -262,7 +262,11 @@ class MemorySource:
     def _rows(self, parts: Sequence[Part]) -> Tensor:
         return torch.cat([piece for part in parts for piece in part.pieces(self.tensor(part.name))])
 
-    def head(self, place: str, name: str, embedding: Tensor) -> LinearWeight:
+    def stored_table(self, place: str, name: str) -> LinearWeight | None:
+        del place, name
+        return None
+
+    def head(self, place: str, name: str, embedding: Tensor | None) -> LinearWeight:
         del embedding
         return self.matrix(place, [Part(name)], [])
 
