@@ -32,7 +32,7 @@ HELP := \
   "gpu-test       what needs a GPU; installs nothing" \
   "gpu-bench      what a GPU's kernels and steps reach" \
   "hostile        hostile clients, and what others have meanwhile; nine minutes" \
-  "replica-test   a thousand streams on two replicas under ten kills, held against one engine" \
+  "replica-test   streams on replicas and nodes that are killed, held against one engine" \
   "ray-test       a cluster of Ray on this machine: lost nodes and actors, an update; installs Ray" \
   "soak           mixed traffic with kills; twenty minutes" \
   "api-fuzz       requests made from our OpenAPI document; installs schemathesis" \
@@ -91,9 +91,11 @@ hostile: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m hostile $(ARGS)
 	PYTHONPATH=tests $(BIN)/python -m hostile.rows $(HOSTILE_ROWS)
 
-# A thousand mixed streams on two replicas under ten kills, all as with one engine; three minutes on two cores.
+# A thousand mixed streams on two replicas under ten kills, and 600 on two nodes that are killed, stopped, cut off and
+# replaced, all as with one engine; six minutes on two cores.
 replica-test: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m replicas $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m replicas.nodes
 
 # A cluster of Ray on this machine, in an environment of its own over ours: lost nodes and actors, an update; five minutes.
 ray-test: $(VENV)/.dev .venv-ray/.complete

@@ -138,7 +138,7 @@ def _engines(settings: Settings, output: Output) -> Engines:
         settings.engine_config(),
         policy,
         count=settings.replicas,
-        router=Router(settings.route_policy),
+        router=_router(settings),
         failover_seconds=settings.failover_wait,
         shares=core_shares(settings.replicas),
         stderr=output.for_children,
@@ -165,6 +165,10 @@ def security_of(settings: Settings) -> LinkSecurity:
     )
 
 
+def _router(settings: Settings) -> Router:
+    return Router(settings.route_policy, ttft_target=settings.slo_ttft or 0.0)
+
+
 def _nodes(settings: Settings) -> NodeSet:
     """Engines of other machines. Raises ConfigError."""
     sources, security = parse_sources(settings.engines), security_of(settings)
@@ -174,7 +178,7 @@ def _nodes(settings: Settings) -> NodeSet:
     return NodeSet(
         sources,
         security,
-        router=Router(settings.route_policy),
+        router=_router(settings),
         model=str(settings.model_path),
         tokenizer=tokenizer_digest(Path(settings.tokenizer or settings.model_path)),
         failover_seconds=settings.failover_wait,

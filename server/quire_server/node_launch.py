@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def _run(settings: Settings, output: Output) -> int:
 
 async def _serve(settings: Settings, output: Output) -> int:
     with stop_signals() as stop:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, stop.received, signal.SIGHUP)
         policy = restart_policy(settings, tells_alive=True)
         engine = Supervisor(node_config(settings), policy, stderr=output.for_children)
         tokenizer = await asyncio.to_thread(tokenizer_digest, Path(settings.tokenizer or settings.model_path))

@@ -249,6 +249,7 @@ def _tell_of_replicas(replicas: ReplicaSet, metrics: Metrics) -> None:
     replicas.on_route, replicas.on_move = metrics.replicas.decided, metrics.replicas.moved
     replicas.on_answered = metrics.replicas.answered
     replicas.on_moved, metrics.replica_rows = metrics.replicas.move_seconds, replicas.rows
+    metrics.replicas_wanted = replicas.wanted
 
 
 def _resize(replicas: ReplicaSet, settings: Settings, client: EngineClient, metrics: Metrics) -> None:

@@ -6,7 +6,7 @@ A `Proxy` stands between a front and a node, and cuts one direction, or both, or
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +31,13 @@ class Served:
     node: Node
     supervisor: Supervisor
     address: Address
+    started: asyncio.Task[None] | None = None
+    start: Callable[[], Awaitable[None]] | None = None
+
+    def begin(self) -> None:
+        """Load the model now."""
+        assert self.start is not None
+        self.started = asyncio.ensure_future(self.start())  # type: ignore[arg-type]
 
 
 @asynccontextmanager
@@ -41,16 +48,25 @@ async def served_node(
     silence: float = 2.0,
     port: int = 0,
     change: Callable[[EnginePlan], EnginePlan] = lambda plan: plan,
+    max_restarts: int = 5,
+    waits: bool = True,
 ) -> AsyncIterator[Served]:
-    policy = RestartPolicy(first_backoff_seconds=0.01, absent_seconds=30.0, hang_seconds=60.0)
+    policy = RestartPolicy(
+        first_backoff_seconds=0.01, absent_seconds=30.0, hang_seconds=60.0, max_restarts=max_restarts
+    )
     config = EngineConfig(model=model, alive_seconds=0.5, tells_prefixes=True)
     supervisor = Supervisor(config, policy, program=FAKE)
     node = Node(supervisor, security, silence_seconds=silence)
     (address,) = await node.listen(Address("127.0.0.1", port))
-    try:
+
+    async def start() -> None:
         plan = await supervisor.start()
         node.started(change(replace(plan, checkpoint="the model", numerics="same")))
-        yield Served(node, supervisor, address)
+
+    try:
+        if waits:
+            await start()
+        yield Served(node, supervisor, address, start=start)
     finally:
         await node.close()
         await supervisor.stop()
@@ -58,7 +74,7 @@ async def served_node(
 
 @asynccontextmanager
 async def front(
-    addresses: Sequence[Address],
+    addresses: Sequence[Address | Source],
     *,
     files: Sequence[Path] = (),
     security: LinkSecurity = NO_SECRETS,
@@ -67,7 +83,10 @@ async def front(
 ) -> AsyncIterator[tuple[NodeSet, Client]]:
     """A started front with these nodes."""
     together = NodeSet(
-        [*(Source(address) for address in addresses), *(Source(file=path) for path in files)],
+        [
+            *(each if isinstance(each, Source) else Source(each) for each in addresses),
+            *(Source(file=path) for path in files),
+        ],
         security,
         router=Router("least_tokens"),
         model="here",

@@ -1,7 +1,7 @@
 """`quire health`: asks the server that runs here whether it takes requests; for container health checks.
 
 Promises: without --url it asks where a server really listens, whatever flag, variable or file said so; exit code 0, or
-1 and one line. Standard library only, since it starts every few seconds. Must not know: the engine.
+1 and one line. Standard library only for servers, since it starts every few seconds. Must not know: the engine.
 """
 
 from __future__ import annotations
@@ -15,13 +15,22 @@ import ssl
 import struct
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 _PATH = "/health/ready"
 _SILENT = "does not answer"
 _LISTENS_TCP, _LISTENS_UNIX = "0A", "00010000"  # the state's and the flags' column in /proc/net
 _SERVERS = re.compile(r"(^|/)quire$|(^|\.)quire_server\.cli$|/quire_server/cli\.py$")
+# As `quire engine` has them.
+_OF_LINKS = {
+    "cluster-key-file": "the key that it shares with fronts",
+    "engine-tls-cert": "a certificate for links to it",
+    "engine-tls-key": "the private key of that",
+    "engine-tls-ca": "certificates of those who sign for nodes",
+}
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -29,8 +38,13 @@ def run(argv: Sequence[str]) -> int:
     """0 if every server that was found is ready."""
     parser = argparse.ArgumentParser(prog="quire health", description="Ask a server whether it takes requests.")
     parser.add_argument("--url", help="of the server; default: every server that runs here, found in /proc")
+    parser.add_argument("--node", metavar="HOST:PORT", help="ask a node, `quire engine`, instead of a server")
+    for name, what in _OF_LINKS.items():
+        parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=f"with --node: {what}")
     parser.add_argument("--timeout", type=float, default=4.0, help="seconds to wait for each answer [4]")
     asked = parser.parse_args(argv)
+    if asked.node:
+        return _node(asked)
     addresses = [asked.url] if asked.url else sorted(listening())
     if not addresses:
         print("quire health: no server listens here", file=sys.stderr)
@@ -40,6 +54,22 @@ def run(argv: Sequence[str]) -> int:
     for address, trouble in zip(addresses, found, strict=True):
         print(f"quire health: {address}: {trouble or 'ready'}", file=sys.stderr if trouble else sys.stdout)
     return 1 if any(found) else 0
+
+
+def _node(asked: argparse.Namespace) -> int:
+    probe = cast(_Probe, import_module("quire_server.engine.nodes.probe"))
+    secrets = [getattr(asked, name.replace("-", "_")) for name in _OF_LINKS]
+    trouble = probe.ask(asked.node, *secrets, seconds=asked.timeout)
+    print(f"quire health: {asked.node}: {trouble or 'ready'}", file=sys.stderr if trouble else sys.stdout)
+    return 1 if trouble else 0
+
+
+class _Probe(Protocol):
+    """`quire_server.engine.nodes.probe`, which takes more than the standard library."""
+
+    def ask(
+        self, node: str, key_file: Path | None, cert: Path | None, key: Path | None, ca: Path | None, *, seconds: float
+    ) -> str: ...
 
 
 def listening(proc: Path = Path("/proc")) -> set[str]:

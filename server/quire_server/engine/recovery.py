@@ -60,6 +60,11 @@ class Recovery:
         """Whether the request is live."""
         return request_id in self._journal
 
+    def request(self, request_id: str) -> GenerationRequest | None:
+        """A live request; None: it is not live."""
+        entry = self._journal.get(request_id)
+        return None if entry is None else entry.request
+
     def suspects(self, request_id: str) -> bool:
         """Whether the request is live and under suspicion."""
         entry = self._journal.get(request_id)

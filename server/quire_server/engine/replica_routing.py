@@ -11,16 +11,18 @@ from dataclasses import dataclass, replace
 from quire_engine.block_hashes import routed_names
 from quire_engine.cost_model import CostModel
 from quire_engine.limits import SchedulerLimits
-from quire_engine.routing.fleet import TenantService
+from quire_engine.routing.fleet import TenantService, WantedReplicas, request_seconds
 from quire_engine.routing.index import PrefixIndex
 from quire_engine.routing.policy import route_policy
 from quire_engine.routing.prediction import Slowness
 from quire_engine.routing.views import NoReplica, ReplicaState, ReplicaView, Route, RouteRequest
-from quire_engine.types import EngineStats, GenerationRequest, StepOutput
+from quire_engine.types import EngineStats, GenerationRequest, StepOutput, TokenOutput
 from quire_server.engine.recovery import JournalEntry
 
 _KEEP = 0.95  # of the mean with each further step
 _FIRST_STEP, _FIRST_TOKEN = 0.01, 0.0005  # seconds; before the first steps were seen, when all replicas are alike
+_FIRST_LENGTH = 64.0  # tokens of an answer, before any was seen
+_MOST_ENDS = 256.0  # answers that the mean length goes back
 _LEARNED = 32  # steps after which the model is made anew
 
 
@@ -51,6 +53,25 @@ class LiveCost:
         return CostModel(step=step, prompt=((1, step + token), (1025, step + 1025 * token)))
 
 
+class OutputLengths:
+    """The mean length of answers, in tokens, the later ones counting more."""
+
+    def __init__(self) -> None:
+        self._tokens, self._ends = _FIRST_LENGTH, 1.0
+
+    def learn(self, outputs: Sequence[TokenOutput]) -> None:
+        """Take in outputs."""
+        for output in outputs:
+            self._tokens += len(output.token_ids)
+            self._ends += output.finish is not None
+        if self._ends > _MOST_ENDS:
+            self._tokens, self._ends = self._tokens / 2, self._ends / 2
+
+    @property
+    def mean(self) -> float:
+        return self._tokens / self._ends
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
     """A replica's part of a view that only its owner knows."""
@@ -67,8 +88,8 @@ class Standing:
 class Router:
     """One route policy, and all that it decides by."""
 
-    def __init__(self, policy: str) -> None:
-        """Raises ConfigError for a policy that is unknown.
+    def __init__(self, policy: str, *, ttft_target: float = 0.0) -> None:
+        """Raises ConfigError for a policy that is unknown. `ttft_target`: seconds of p95; 0: none.
 
         `on_answered` is called at a request's first output: its replica, the TTFT predicted, and seen, in seconds.
         """
@@ -78,13 +99,20 @@ class Router:
         self._index = PrefixIndex()
         self._tenants = TenantService()
         self._cost = LiveCost()
+        self._wanted = WantedReplicas(ttft_target=ttft_target, least=0)
+        self._lengths = OutputLengths()
+        self._views: dict[str, ReplicaView] = {}  # of the latest choice
         self._slowness: dict[str, Slowness] = {}
         self._predicted: dict[str, tuple[str, float, float]] = {}  # by unanswered request: replica, TTFT, when sent
 
     def joins(self, name: str) -> None:
         """A replica has a new engine, with nothing cached."""
-        self._index.add(name)
+        self.is_away(name)
         self._tenants.remove(name)
+
+    def is_away(self, name: str) -> None:
+        """A replica is out of reach: nothing is known of its cache, but its engine may go on counting."""
+        self._index.add(name)
         self._slowness[name] = Slowness()
 
     def leaves(self, name: str) -> None:
@@ -95,6 +123,7 @@ class Router:
 
     def observe(self, name: str, step: StepOutput) -> None:
         """Take in a replica's step."""
+        self._lengths.learn(step.outputs)
         self._cost.learn(step.stats)
         if step.stats.tenants:
             self._tenants.observe(name, step.stats.tenants)
@@ -121,17 +150,27 @@ class Router:
             tenant=request.tenant,
             cohort=cohort,
         )
+        self._views = {each.name: self._view(each, now) for each in standings}
         try:
-            return self._policy.choose(asked, [self._view(each, now) for each in standings], self._index, now), blocks
+            return self._policy.choose(asked, list(self._views.values()), self._index, now), blocks
         except NoReplica:
             return None
 
     def sent(self, request: GenerationRequest, route: Route, blocks: tuple[int, ...], now: float) -> GenerationRequest:
         """The request goes there; returns it with the service of other replicas."""
+        view = self._views[route.name]
+        uncached = len(request.prompt_token_ids) - route.hit_blocks * view.limits.block_size
+        output = min(self._lengths.mean, request.stop.max_new_tokens) * request.num_sequences
+        busy = request_seconds(view, prompt_tokens=max(uncached, 1), output_tokens=int(output))
+        self._wanted.offer(busy_seconds=busy, predicted_ttft=route.predicted_ttft, now=now)
         self._index.sent(route.name, request.request_id, blocks)
         self._predicted[request.request_id] = route.name, route.predicted_ttft, now
         elsewhere = self._tenants.elsewhere(route.name, request.tenant)
         return replace(request, service_elsewhere=elsewhere) if elsewhere else request
+
+    def wanted(self, now: float, *, ready: int) -> int:
+        """The replicas that the work of the last minute asks for, where `ready` of them serve now."""
+        return self._wanted.wanted(now, ready=ready)
 
     def answered(self, request_id: str, now: float) -> None:
         """Its first output has come, from where it was sent."""

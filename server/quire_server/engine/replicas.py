@@ -256,6 +256,11 @@ class ReplicaSet:
             for each in self._replicas.values()
         ]
 
+    def wanted(self) -> int:
+        """The replicas that the work of the last minute asks for: a signal for whatever starts and ends them."""
+        ready = sum(each.state is EngineState.READY for each in self._engines.values())
+        return self._router.wanted(self._clock(), ready=ready)
+
     # ---------------------------------------------------------------- requests
 
     def submit(self, request: GenerationRequest) -> None:
@@ -408,7 +413,7 @@ class ReplicaSet:
             return
         is_away = source.engine.state is EngineState.LOST  # the engine may still run, and its totals go on
         stats = self._sums.away(source.name) if is_away else self._sums.lost(source.name)
-        self._router.joins(source.name)
+        (self._router.is_away if is_away else self._router.joins)(source.name)
         is_dead = source.engine.state is EngineState.DEAD
         self._move(source, source.engine.surrender(suspects=is_dead))
         self.on_step(StepOutput(step_id=0, outputs=(), stats=stats))

@@ -85,7 +85,8 @@ class Metrics:
         self.replica_restarted = self._engine.restarts.inc  # of several, whose totals go on
         self.resize = self._engine.resize
         self.replicas = ReplicaMetrics(values)
-        self.replica_rows: Callable[[], Iterable[Row]] = tuple  # called at each scrape
+        self.replica_rows: Callable[[], Iterable[Row]] = tuple  # called at each scrape, as the next one
+        self.replicas_wanted: Callable[[], int] = int
         self._rejected = values.counter(
             "quire_rejected",
             "Requests refused before they were queued, by reason.",
@@ -222,7 +223,7 @@ class Metrics:
         self._load_ratio.set(load_ratio)
         self._engine.show(time.monotonic())
         self._adapters.show(self._engine.state)
-        self.replicas.show(self.replica_rows())
+        self.replicas.show(self.replica_rows(), self.replicas_wanted())
         self._lost_lines.values[()] = float(self.lost_log_lines())
         self._waiting_bytes.set(self.bytes_waiting())
         self._stalled.set(self.num_stalled())

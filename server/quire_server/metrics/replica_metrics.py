@@ -40,6 +40,11 @@ class ReplicaMetrics:
             "Tokens of the replica's requests that have had no output from it yet.",
             ("replica",),
         )
+        self._wanted = values.gauge(
+            "quire_replicas_wanted",
+            "Replicas that the requests of the last minute ask for, at three quarters of their time, by this server's"
+            " own requests: add it up over servers that share nodes. 0 with a single engine.",
+        )
         self._decisions = values.counter(
             "quire_route_decisions",
             "Requests given to a replica, by reason: it has a part of the prompt cached, it has least ahead (load), or"
@@ -76,8 +81,11 @@ class ReplicaMetrics:
         """A request was given to a replica. `why` is of a fixed set."""
         self._decisions.inc(1, why)
 
-    def show(self, rows: Iterable[Row]) -> None:
-        """Set the gauges; called at each scrape."""
+    def show(self, rows: Iterable[Row], wanted: int) -> None:
+        """Set the gauges; called at each scrape. Replicas that are gone have none."""
+        for gauge in (self._up, self._draining, self._streams, self._ahead):
+            gauge.values.clear()
+        self._wanted.set(wanted)
         for row in rows:
             self._up.set(row.is_up, row.name)
             self._draining.set(row.draining, row.name)

@@ -90,6 +90,8 @@ class Node:
         host = plan.scheduler.num_host_blocks
         self._stats = EngineStats(blocks_total=blocks, blocks_free=blocks, host_blocks_total=host)
         self._tell_state()
+        for session in self._sessions:
+            session.tell(stats=self._stats)
 
     def drain(self) -> None:
         """Tell all fronts to send nothing new and to take their streams elsewhere."""

@@ -79,11 +79,10 @@ class NodeSet(ReplicaSet):
         await super().stop()
 
     def trouble(self) -> str | None:
-        """Why no node serves now; None: at least one does."""
+        """Why no node serves now, without an address, since probes show it; None: at least one does."""
         if any(node.state is EngineState.READY for node in self._nodes.values()):
             return None
-        reasons = [f"{name}: {node.why}" for name, node in self._nodes.items()]
-        return "no node serves; " + "; ".join(reasons[:4]) if reasons else "no node is known"
+        return "no node serves" if self._nodes else "no node is known"
 
     async def inspect(self, what: str, argument: str = "{}") -> bytes:
         """As `ReplicaQuestions.inspect`; without a name the first node that serves answers."""

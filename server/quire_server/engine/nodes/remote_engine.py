@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import random
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,17 +21,16 @@ from quire_engine.errors import ConfigError, EngineDead, ProtocolError, Unanswer
 from quire_engine.process.transport import Abort, Control, Hold, Inspect, Inspected, LoadProgress, Release
 from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
 from quire_server.engine.connection import MOST_QUESTIONS, TooManyQuestions
-from quire_server.engine.nodes.addresses import Address, resolve
+from quire_server.engine.nodes.addresses import Address
+from quire_server.engine.nodes.connecting import connect, why_unconnected
 from quire_server.engine.nodes.frames import (
-    FROM_FRONT,
-    FROM_NODE,
     NodeState,
     NodeStep,
     Ping,
     request_shifted,
     stats_shifted,
 )
-from quire_server.engine.nodes.handshake import CHALLENGE_BYTES, PROOF_BYTES, FrontHandshake, Refused, binding
+from quire_server.engine.nodes.handshake import Refused
 from quire_server.engine.nodes.link import Link
 from quire_server.engine.nodes.security import LinkSecurity
 from quire_server.engine.recovery import JournalEntry, Quarantine, Recovery
@@ -152,13 +150,9 @@ class RemoteEngine:
         while True:
             try:
                 async with asyncio.timeout(CONNECT_SECONDS):
-                    link = await self._connect()
-            except TimeoutError:
-                self._trouble(f"no answer within {CONNECT_SECONDS:g} s")
-            except (Refused, ConfigError) as refusal:
-                self._trouble(str(refusal))
-            except OSError as error:  # ssl.SSLError is one
-                self._trouble(getattr(error, "reason", None) or error.strerror or str(error))
+                    link = await connect(self.address, self._security)
+            except (Refused, ConfigError, OSError) as error:
+                self._trouble(why_unconnected(error, CONNECT_SECONDS))
             else:
                 since = time.monotonic()
                 await self._follow(link)
@@ -173,29 +167,6 @@ class RemoteEngine:
         if why != self.why:
             log.warning("the node at %s cannot be used: %s", self.address, why)
         self.why = why
-
-    async def _connect(self) -> Link:
-        """A connection to a node that has proven itself."""
-        found = await resolve(self.address)
-        self._security.check_reach(f"the node at {self.address}", (each.host for each in found))
-        loop, context = asyncio.get_running_loop(), self._security.connecting
-        link = Link(reads=FROM_NODE, sends=FROM_FRONT)
-        try:
-            transport, _ = await loop.create_connection(
-                lambda: link, self.address.host, self.address.port, ssl=context,
-                server_hostname=None if context is None else self.address.host,
-            )  # fmt: skip
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            handshake = FrontHandshake(self._security.key, binding(link.peer_certificate, self._security.certificate))
-            link.write(handshake.answer(await link.exactly(CHALLENGE_BYTES)))
-            try:
-                handshake.check(await link.exactly(PROOF_BYTES))
-            except Refused as refusal:
-                raise Refused(f"the handshake failed, {refusal}; keys or certificates may differ") from None
-        except BaseException:
-            link.abort("the handshake failed")
-            raise
-        return link
 
     async def _follow(self, link: Link) -> None:
         """Until the node is lost: its connection, or any sign of life in both directions."""
@@ -264,6 +235,8 @@ class RemoteEngine:
 
     def _take(self, told: NodeState) -> None:
         """The node's state has changed, or this is its greeting."""
+        if self.state is EngineState.STOPPED:
+            return
         was, self._told = self._told, told
         why = self._check(told)
         engine = f"{told.instance} {told.restarts}"
@@ -295,19 +268,20 @@ class RemoteEngine:
             self.on_restart()
 
     def _deliver(self, told: NodeStep) -> None:
-        step = self._recovery.record(told.step)
         now = time.monotonic()
+        for output in told.step.outputs:
+            guilty = self._recovery.request(output.request_id) if output.culprit else None
+            if guilty is not None:  # proven by the node, which refuses its like too
+                log.error("a request has taken the engine of the node at %s down", self.address)
+                self._quarantine.add(guilty, now)
+        step = self._recovery.record(told.step)
+        self._recovery.culprits.clear()
         self.elsewhere = (told.tokens_ahead, told.requests)
         self._step_id = step.step_id or self._step_id
         try:
             self.on_step(replace(step, stats=stats_shifted(step.stats, now)))
         except Exception:
             log.exception("what step %d computed could not be delivered in full", step.step_id)
-        while self._recovery.culprits:
-            self._quarantine.add(self._recovery.culprits.pop(), now)
-        for output in step.outputs:
-            if output.culprit and output.finish is not None:
-                log.error("a request has taken the engine of the node at %s down", self.address)
 
     # ---------------------------------------------------------------- requests
 

@@ -12,6 +12,7 @@ import pytest
 from quire_engine.routing.policy import RoutePolicyName
 from quire_engine.types import EngineStats, StepOutput, TokenOutput
 from quire_server.engine import replica_routing
+from quire_server.engine.stats_sum import StatsSum
 from quire_server.engine.supervisor import EngineState
 from quire_server.errors import ReplicaLost
 from support.scripted_replicas import Replicas, replicas
@@ -343,3 +344,31 @@ def test_choices_that_end_in_one_step_are_all_delivered() -> None:
         assert not any(row.streams for row in them.set.rows())
 
     run(body)
+
+
+def test_replicas_wanted_follow_the_work_and_an_idle_server_wants_none() -> None:
+    async def body() -> None:
+        them = await replicas()
+        assert them.set.wanted() == 0
+        for i in range(40):
+            them.set.submit(request(f"r{i}", tuple(range(500)), tokens=400))
+        few = them.set.wanted()
+        assert few >= 1
+        for i in range(40, 400):
+            them.set.submit(request(f"r{i}", tuple(range(500)), tokens=400))
+        assert them.set.wanted() > few
+
+    run(body)
+
+
+def test_statistics_of_a_node_out_of_reach_go_on_where_they_were() -> None:
+    sums = StatsSum()
+    sums.take("a", EngineStats(blocks_total=8, blocks_free=2, running=3, total_preemptions=5))
+    sums.take("b", EngineStats(blocks_total=8, blocks_free=8, total_preemptions=1))
+    away = sums.away("a")
+    assert (away.running, away.blocks_total, away.blocks_free, away.total_preemptions) == (0, 16, 16, 6)
+    again = sums.take("a", EngineStats(blocks_total=8, blocks_free=7, running=1, total_preemptions=6))
+    assert (again.running, again.total_preemptions) == (1, 7)
+    sums.away("a")
+    sums.lost("a")  # another engine, which begins to count at 0
+    assert sums.take("a", EngineStats(blocks_total=8, blocks_free=8, total_preemptions=2)).total_preemptions == 9

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +143,80 @@ def test_a_poisonous_request_takes_one_node_s_engine_down_twice_and_no_other() -
             assert (end.finish, end.culprit) == ("error", True)
             await all_end_as_with_one_engine(them, names)
             assert sorted(node.supervisor.restarts for node in them.nodes) == [0, 2]
+            assert them.set.quarantine.refusal(request("again", (666,)), time.monotonic()) is not None
+
+    run(body)
+
+
+def test_a_stream_that_came_with_tokens_is_replayed_with_them_by_its_second_node() -> None:
+    async def body() -> None:
+        async with cluster() as them:
+            names = submit(them, tokens=500)
+            await all_have(them, names, 40)
+            them.proxies[0].end_connections()
+            await all_have(them, names, 60)
+            await ready(them.set, 2)
+            for node in them.nodes:
+                os.kill(node.supervisor.pid or 0, signal.SIGSEGV)
+            await all_end_as_with_one_engine(them, names, 500)
+
+    run(body)
+
+
+def test_a_node_that_gives_its_engine_up_ends_nothing() -> None:
+    async def body() -> None:
+        async with (
+            served_node(max_restarts=0) as bad,
+            served_node() as good,
+            front([bad.address, good.address]) as (together, client),
+        ):
+            await ready(together, 2)
+            for i in range(8):
+                together.submit(request(f"r{i}", (i,), tokens=300))
+            await client.until(lambda: len(client.tokens) == 8)
+            os.kill(bad.supervisor.pid or 0, signal.SIGSEGV)
+            async with asyncio.timeout(10):
+                await bad.supervisor.dead
+            await bad.node.close()
+            await client.until(lambda: len(client.ends) == 8)
+            assert all(client.tokens[f"r{i}", 0] == expected((i,), 300) for i in range(8))
+
+    run(body)
+
+
+def test_a_held_stream_waits_at_its_node_and_moves_held() -> None:
+    async def body() -> None:
+        async with cluster() as them:
+            them.set.submit(request("r", (1,), tokens=300))
+            await all_have(them, ["r"], 20)
+            them.set.hold_request("r")
+            await asyncio.sleep(0.3)
+            had = len(them.client.tokens["r", 0])
+            for proxy in them.proxies:
+                proxy.end_connections()
+            await ready(them.set, 2)
+            await asyncio.sleep(0.3)
+            assert len(them.client.tokens["r", 0]) == had < 300
+            them.set.release_request("r")
+            await them.client.until(lambda: ("r", 0) in them.client.ends)
+            assert them.client.tokens["r", 0] == expected((1,), 300)
+
+    run(body)
+
+
+def test_a_front_may_come_before_its_nodes_model_is_loaded() -> None:
+    async def body() -> None:
+        async with (
+            served_node() as good,
+            served_node(model="slow-start", waits=False) as slow,
+            front([slow.address, good.address]) as (together, _),
+        ):
+            assert together.trouble() is None
+            assert together.load_ratio() < 1
+            slow.begin()
+            await ready(together, 2)
+            await asyncio.sleep(0.05)
+            assert {together._sums.of(row.name).blocks_total for row in together.rows()} == {512}
 
     run(body)
 

@@ -1,0 +1,23 @@
+"""`quire health --node`: asks a node with a front's secrets whether it serves; for the probes of a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from quire_engine.errors import ConfigError
+from quire_server.engine.nodes.addresses import parse_address
+from quire_server.engine.nodes.connecting import trouble_of
+from quire_server.engine.nodes.security import link_security
+
+
+def ask(
+    node: str, key_file: Path | None, cert: Path | None, key: Path | None, ca: Path | None, *, seconds: float
+) -> str:
+    """Why it takes no requests; empty if it does."""
+    try:
+        address = parse_address(node, "--node")
+        security = link_security(key_file=key_file, cert=cert, key=key, ca=ca)
+    except ConfigError as error:
+        return str(error)
+    return asyncio.run(trouble_of(address, security, seconds))
