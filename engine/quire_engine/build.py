@@ -29,15 +29,23 @@ from quire_engine.drafts import Drafter, most_drafted_rows
 from quire_engine.engine import StepExecutor
 from quire_engine.errors import ConfigError, ModelLoadError, NotNative
 from quire_engine.execution.adapters import AdapterCache, adapter_bytes, make_adapters, num_kept
+from quire_engine.execution.block_files import HEADER_BYTES
 from quire_engine.execution.constrained.grammars import Grammars
-from quire_engine.execution.device import own_dtype, resolve_device, torch_threads
+from quire_engine.execution.device import compute_dtype, resolve_device, torch_threads
 from quire_engine.execution.drafting.eagle import EagleDrafter, Watched
 from quire_engine.execution.drafting.eagle_head import EagleConfig, EagleHead, read_eagle_config
 from quire_engine.execution.drafting.model import ModelDrafter, check_same_tokens
 from quire_engine.execution.drafting.outputs import OutputsDrafter
 from quire_engine.execution.drafting.row_costs import MEASURED, measured_rows
 from quire_engine.execution.drafting.suffix import SuffixDrafter
-from quire_engine.execution.executor import Executor, make_executor, runs_by_itself, spare_blocks, staging_blocks_for
+from quire_engine.execution.executor import (
+    Executor,
+    check_planning_ahead,
+    make_executor,
+    runs_by_itself,
+    spare_blocks,
+    staging_blocks_for,
+)
 from quire_engine.execution.kernel_checks import checked, model_sizes
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
 from quire_engine.execution.loading import Loading
@@ -48,12 +56,13 @@ from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.parameters import Parameters, WeightMemory, count_parameters
 from quire_engine.execution.models.served import ModelFacts, ServedModel, Wanted
 from quire_engine.execution.numerics import Facts, numeric_facts, numerics_name
+from quire_engine.execution.prefix_files import PrefixFiles, open_prefix_files
 from quire_engine.execution.progress import Tell, tell_nobody
 from quire_engine.execution.runner import Runner
 from quire_engine.kv_groups import KVLayout, kv_groups, kv_layout, most_blocks, one_group
 from quire_engine.limits import SchedulerConfig
 from quire_engine.machine import available_memory, usable_cores
-from quire_engine.memory_plan import PoolSize, check_model_len, host_blocks, plan_text, size_pool
+from quire_engine.memory_plan import PoolSize, check_model_len, host_blocks, kept_blocks, plan_text, size_pool
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculate, Speculation
 from quire_kernels.kernel_set import KernelSet, KVFormat
@@ -65,7 +74,6 @@ __all__ = ["BuiltEngine", "build", "plan_text", "resolve", "resolve_plan"]
 
 _log = logging.getLogger(__name__)
 _DRAFT_SHARE = 0.25  # of the pool's bytes: the draft model's own pool at most
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +85,12 @@ class BuiltEngine:
     scheduler: Scheduler
     grammars: Grammars
     adapters: AdapterCache | None = None
+    store: PrefixFiles | None = None  # of prefixes
+
+    def close(self) -> None:
+        """Let others have the folder of its files."""
+        if self.store is not None:
+            self.store.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +115,7 @@ class Resolved:
     bytes_per_block: int
     num_host_blocks: int
     num_staging_blocks: int  # of the pool, for swaps
+    num_kept_blocks: int  # in files at most, of a pool in host memory
     adapter_bytes: int  # of all adapters that may be in memory
     draft: Resolved | None = None  # the model that guesses tokens
     eagle: EagleConfig | None = None  # the head that does
@@ -215,6 +230,8 @@ class Resolved:
             cpu_variant=cast(CpuVariant, self.kernels.variant) if self.kernels.variant else None,
             why_cpu_variant=self.kernels.why_variant,
             why_dtype=self.why_dtype,
+            kept_blocks=self.num_kept_blocks,
+            kept_in=asked.kv_offload_dir if self.num_kept_blocks else "",
             speculation=self.speculation,
             draft_model=draft_model(asked.speculation) or eagle_head(asked.speculation),
             draft_bytes=self.draft_weights + self.draft_blocks(pool) * self.draft_block_bytes,
@@ -291,31 +308,32 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     if resolved.eagle is not None and isinstance(drafter, EagleDrafter) and isinstance(decoder, Decoder):
         decoder = Watched(decoder, resolved.eagle.entering, drafter)
     adapters = make_adapters(resolved.asked, resolved.model, resolved.kernels)
-    executor, swap_seconds, host_keys = _make_executor(resolved, decoder, pool, grammars, adapters)
+    executor, swap_seconds, host_keys, store = _make_executor(resolved, decoder, pool, grammars, adapters)
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started, swap_seconds=swap_seconds)
     speculate = None if drafter is None else _speculate(resolved, plan.scheduler, drafter, executor)
-    scheduler = Scheduler(plan.scheduler, host_keys=host_keys, speculate=speculate)
-    return BuiltEngine(plan=plan, executor=executor, scheduler=scheduler, grammars=grammars, adapters=adapters)
+    scheduler = Scheduler(plan.scheduler, host_keys=host_keys, store=store, speculate=speculate)
+    return BuiltEngine(
+        plan=plan,
+        executor=executor,
+        scheduler=scheduler,
+        grammars=grammars,
+        adapters=adapters,
+        store=store,
+    )
 
 
 def _make_executor(
     resolved: Resolved, decoder: ServedModel, pool: PoolSize, grammars: Grammars, adapters: AdapterCache | None
-) -> tuple[Executor, float, tuple[bytes, ...]]:
-    """The executor, what a block's copy to the host or from it takes there, and what host blocks hold from before."""
+) -> tuple[Executor, float, tuple[bytes, ...], PrefixFiles | None]:
+    """The executor, the time of a block's copy to the host or from it, what host blocks hold from before, and files."""
     kernels, device, limits = resolved.kernels, resolved.device, resolved.asked.limits
     num_blocks = pool.num_blocks + spare_blocks(kernels, device) + resolved.num_staging_blocks
+    size, layout = limits.block_size, resolved.layout
+    kv = KVStorage(kernels, resolved.model, num_blocks, size, resolved.dtype, device, layout=layout)
     executor = make_executor(
         decoder,
         kernels,
-        KVStorage(
-            kernels,
-            resolved.model,
-            num_blocks,
-            limits.block_size,
-            resolved.dtype,
-            device,
-            layout=resolved.layout,
-        ),
+        kv,
         limits,
         max_model_len=pool.max_model_len,
         num_blocks=pool.num_blocks,
@@ -329,10 +347,14 @@ def _make_executor(
     )
     swap_seconds = executor.swap_seconds() if resolved.num_host_blocks else 0.0
     host_keys: tuple[bytes, ...] = ()
-    if resolved.asked.kv_offload_dir and resolved.num_host_blocks:
-        host_keys = executor.keep_host_blocks(Path(resolved.asked.kv_offload_dir), resolved.kv_layout())
+    directory, store = Path(resolved.asked.kv_offload_dir), None
+    if resolved.num_kept_blocks:
+        places, most = resolved.asked.replicas, resolved.num_kept_blocks
+        store = open_prefix_files(directory, resolved.kv_layout(), kv.tensor, most, places=places)
+    elif resolved.asked.kv_offload_dir:
+        host_keys = executor.keep_host_blocks(directory, resolved.kv_layout())
     executor.capture_largest()
-    return executor, swap_seconds, host_keys
+    return executor, swap_seconds, host_keys, store
 
 
 def _make_drafter(resolved: Resolved, pool: PoolSize, tell: Tell, decoder: ServedModel) -> Drafter | None:
@@ -384,12 +406,12 @@ def resolve(
     model, config = found.facts, found.asked
     check_model_len(config.max_model_len, model.max_position_embeddings)
     device = _device(config)
-    dtype, why_dtype = _dtype(config, model, device)
+    dtype, why_dtype = compute_dtype(config.dtype, model.dtype, device, config.kernels)
     parameters = found.parameters(Path(config.model))
     num_threads = config.num_threads or usable_cores()
     kernels = found.over(_select_kernels(config, found, device, dtype, num_threads, tell, beside))
     config, speculation = _own_speculation(config, device, has_states=found.state_bytes > 0)
-    _check_planning_ahead(config, kernels, device)
+    check_planning_ahead(config.async_scheduling, kernels, device)
     replaced_ops: tuple[str, ...] = ()
     if check_kernels and device.type == "cuda" and kernels.name != REFERENCE.name and isinstance(model, ModelConfig):
         kernels, replaced_ops = _checked_kernels(config, model, kernels, device, dtype)
@@ -404,8 +426,7 @@ def resolve(
         available=available_memory(),
         on_device=device.type != "cpu" or config.swap_on_cpu,
     )
-    if config.kv_offload_dir and not num_host_blocks:
-        raise ConfigError(f"kv_offload_dir={config.kv_offload_dir} keeps the swap space; set swap_space to a size too")
+    kept = kept_blocks(config, HEADER_BYTES + bytes_per_block, device.type, found.state_bytes, layout.windows)
     staging = staging_blocks_for(kernels, device, bytes_per_block, num_host_blocks)
     resolved = Resolved(
         asked=config,
@@ -426,6 +447,7 @@ def resolve(
         bytes_per_block=bytes_per_block,
         num_host_blocks=num_host_blocks,
         num_staging_blocks=staging,
+        num_kept_blocks=kept,
         adapter_bytes=adapter_bytes(config, model, kernels, device),
     )
     return _with_guesser(resolved)
@@ -650,17 +672,6 @@ def _checked_kernels(
     return checked(subject, model_sizes(model, config.limits.block_size))
 
 
-def _check_planning_ahead(config: EngineConfig, kernels: KernelSet, device: torch.device) -> None:
-    """Raises ConfigError if it is asked for where the host is busy until a step's tokens are known."""
-    if config.async_scheduling != "on" or runs_by_itself(kernels, device):
-        return
-    if device.type == "cpu":
-        reason = "steps are planned ahead on a GPU only, on CPUs it was slower"
-    else:
-        reason = f"the {kernels.name} kernels compute no step beside the host"
-    raise ConfigError(f"async_scheduling=on: {reason}; set async_scheduling to auto or off")
-
-
 def _own_speculation(config: EngineConfig, device: torch.device, *, has_states: bool) -> tuple[EngineConfig, str]:
     """The configuration without `auto`, and a line for the plan.
 
@@ -684,14 +695,3 @@ def _own_speculation(config: EngineConfig, device: torch.device, *, has_states: 
     if reason and asked != "off":
         raise ConfigError(f"speculation={asked}: {reason}; set speculation to off")
     return config, asked if asked in {"suffix", "outputs"} else ""
-
-
-def _dtype(config: EngineConfig, model: ModelFacts, device: torch.device) -> tuple[torch.dtype, str]:
-    """The type that the model is computed in, and the reason where it is neither asked for nor the checkpoint's."""
-    name = own_dtype(model.dtype, device, config.kernels) if config.dtype == "auto" else config.dtype
-    if name not in _DTYPES:
-        raise ConfigError(f"dtype={name} is unknown; set dtype to auto, {', '.join(_DTYPES)}")
-    if config.dtype != "auto" or name == model.dtype:
-        return _DTYPES[name], ""
-    reason = f"{model.dtype} weights are computed in {name} by the C++ kernels; set dtype to {model.dtype} to keep them"
-    return _DTYPES[name], f"{reason}, many times slower"

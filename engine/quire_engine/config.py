@@ -128,7 +128,8 @@ class EngineConfig:
     kv_memory: int | None = None  # bytes; overrides gpu_memory_utilization
     swap_space: int = 0  # bytes of host memory for preempted sequences and evicted prefixes
     swap_on_cpu: bool = False  # swap where pool and swap space are the same memory: for tests, it gains nothing
-    kv_offload_dir: str = ""  # directory that keeps the swap space for the next start; empty: not kept
+    kv_offload_dir: str = ""  # directory that keeps prefixes for the next start; empty: not kept
+    kv_offload_size: int = 16 << 30  # bytes of these files on a CPU; on a GPU they are bounded by the swap space
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory; on a CPU the pool is a share of the free memory
     num_threads: int | None = None  # CPU compute threads; None: one for each usable core
     packed_cache: bool = True  # keep packed weights in files for the next start
@@ -209,6 +210,8 @@ class EnginePlan:
     speculation: str = ""  # how tokens are guessed, or the reason why not; empty: not asked for
     draft_model: str = ""  # the directory of the model or head that guesses tokens
     draft_bytes: int = 0  # its weights and its pool
+    kept_blocks: int = 0  # prefix blocks in files at most, beside a pool in host memory
+    kept_in: str = ""  # their directory
     adapters: int = 0  # that may be in memory at once; 0: they are not enabled
     max_lora_rank: int = 0
     adapter_bytes: int = 0  # of all adapters in memory, at most

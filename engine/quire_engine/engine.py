@@ -120,11 +120,13 @@ class Engine:
         self._scheduler = scheduler
         self._grammars = grammars  # None: a grammar is compiled in the step that needs it
         self._adapters = adapters  # None: requests with an adapter are refused
-        # By id the requests whose grammars are being compiled, or whose adapters are being read or have no turn.
+        # By id the requests whose grammars are being compiled, whose adapters are being read or have no turn, or whose
+        # kept prefixes are being read.
         self._preparing: dict[str, GenerationRequest] = {}
         self._unloadable: dict[str, str] = {}  # by request: why its adapter cannot be loaded
         self._turns = AdapterTurns(scheduler.roster, scheduler.limits, scheduler.hold)
         self._held_early: set[str] = set()  # requests in `_preparing` that are to be held once they are ready
+        self._kept = scheduler.kept
         self._executor = executor
         self._check_every_step = check_invariants
         self._clock = clock
@@ -161,7 +163,9 @@ class Engine:
             if wrong:
                 self._unloadable[request.request_id] = wrong
             is_ready = is_ready and wrong is not None
-        return is_ready or request.request_id in self._unloadable
+        if request.request_id in self._unloadable:
+            return True
+        return is_ready and self._kept.is_ready(request, self._clock())
 
     def _admit(self, request: GenerationRequest) -> None:
         """Add the request to the scheduler, or refuse it."""
@@ -203,6 +207,7 @@ class Engine:
         self._held_early.discard(request_id)
         was_preparing = self._preparing.pop(request_id, None) is not None
         self._turns.forget(request_id)
+        self._kept.withdraw(request_id)
         self._unloadable.pop(request_id, None)
         if self._scheduler.abort(request_id) or was_preparing:
             self._stats_changed = True
@@ -261,6 +266,8 @@ class Engine:
         """The engine has been idle for a while: check the invariants, once, since that is slow with many blocks."""
         if not self._checked:
             self._check()
+        if self._kept.has_news():
+            self._stats_changed = True  # the next step, without a batch, reports the blocks written since the last one
         if self._grammars is not None:
             self._grammars.warm_up()
 
@@ -312,11 +319,13 @@ class Engine:
         """Admit requests that have all they need; if there is nothing else to do, wait shortly for one."""
         if not (self._scheduler.has_work or self._in_flight or self._unsent):
             has_adapters = any(request.adapter is not None for request in self._preparing.values())
-            waits_for = self._adapters if has_adapters else self._grammars
+            compiles_or_reads = self._adapters if has_adapters else self._grammars
+            waits_for = self._kept if self._kept.is_reading else compiles_or_reads
             if waits_for is not None:
                 waits_for.wait(_PREPARING_SECONDS)
         now, in_use = self._clock(), self._turns.in_use
         active, beginning = {*in_use.active}, set[str]()
+        self._kept.take_in(now)
         for request in list(self._preparing.values()):
             digest = "" if request.adapter is None else request.adapter.digest
             is_back = request.request_id in self._turns
@@ -326,6 +335,7 @@ class Engine:
                 continue
             if not is_back and request.deadline is not None and request.deadline <= now:
                 del self._preparing[request.request_id]
+                self._kept.withdraw(request.request_id)
                 self._refuse(request, DEADLINE_PASSED, code=DEADLINE_EXCEEDED)
                 continue
             if is_back and not self._turns.may_go_on(request):

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire_engine.config import EnginePlan
+from quire_engine.config import EngineConfig, EnginePlan
 from quire_engine.errors import ConfigError
 from quire_engine.limits import SchedulerConfig
 
@@ -88,6 +88,35 @@ def host_blocks(swap_space: int, *, bytes_per_block: int, available: int, on_dev
     return swap_space // bytes_per_block
 
 
+def kept_blocks(
+    config: EngineConfig, bytes_per_file: int, device: str, state_bytes: int, windows: tuple[int | None, ...]
+) -> int:
+    """Blocks that `kv_offload_dir` keeps of a pool in host memory at most; 0 where it keeps the swap space, or none.
+
+    `state_bytes`: of what a sequence has outside of its blocks; `windows`: of the groups of layers. Raises ConfigError.
+    """
+    directory, size = config.kv_offload_dir, config.kv_offload_size
+    if not directory or config.swap_space:
+        return 0
+    if device != "cpu":
+        raise ConfigError(f"kv_offload_dir={directory} keeps the swap space; set swap_space to a size too")
+    why_not = ""
+    if state_bytes:
+        why_not = "the model keeps a recurrent state, which no block has"
+    elif not config.limits.enable_prefix_caching:
+        why_not = "what it keeps are cached prefixes, and prefix caching is off for this model or by its setting"
+    elif windows != (None,):
+        why_not = "some layers of this model have a sliding window, and let go of the blocks behind it"
+    if why_not:
+        raise ConfigError(f"kv_offload_dir={directory} is not possible: {why_not}; leave it out")
+    if size < bytes_per_file:
+        raise ConfigError(
+            f"kv_offload_size={size} holds no block of {bytes_text(bytes_per_file)};"
+            f" set kv_offload_size to {bytes_per_file} or more"
+        )
+    return size // bytes_per_file
+
+
 def check_model_len(max_model_len: int | None, positions: int) -> None:
     """Refuse a length that the model was not made for."""
     if max_model_len is not None and max_model_len > positions:
@@ -162,6 +191,7 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
             f" = {plan.kv_tokens:,} tokens of {bytes_text(bytes_per_token)}{_window_text(scheduler)}",
         ),
         *_swap_lines(plan),
+        *_kept_lines(plan),
         *([("speculation", plan.speculation)] if plan.speculation else []),
         *([("draft model", f"{plan.draft_model}, {bytes_text(plan.draft_bytes)}")] if plan.draft_model else []),
         *_adapter_lines(plan),
@@ -202,6 +232,14 @@ def _swap_lines(plan: EnginePlan) -> list[tuple[str, str]]:
     seconds = f"; a block takes {1000 * scheduler.swap_seconds:.3g} ms one way" if scheduler.swap_seconds else ""
     size = bytes_text(scheduler.num_host_blocks * plan.bytes_per_block)
     return [("swap space", f"{size} of host memory = {scheduler.num_host_blocks:,} blocks{seconds}")]
+
+
+def _kept_lines(plan: EnginePlan) -> list[tuple[str, str]]:
+    """The bound on prefixes in files, where they are kept beside the pool."""
+    if not plan.kept_blocks:
+        return []
+    size = bytes_text(plan.kept_blocks * plan.bytes_per_block)
+    return [("kept prefixes", f"at most {size} = {plan.kept_blocks:,} blocks in files, in {plan.kept_in}")]
 
 
 def _adapter_lines(plan: EnginePlan) -> list[tuple[str, str]]:

@@ -277,6 +277,11 @@ class EngineStats:
     host_blocks_cached: int = 0  # host blocks cached without a claim
     total_swapped_out_blocks: int = 0
     total_swapped_in_blocks: int = 0
+    kept_blocks: int = 0  # prefix blocks in files that outlive the process, beside a pool in host memory
+    total_kept_written: int = 0  # blocks
+    total_kept_read: int = 0
+    total_kept_dropped: int = 0  # not written: too many waited, the pool took their place, all others are newer
+    total_kept_refused: int = 0  # damaged or foreign files
     total_preemptions_by_mode: dict[Literal["recompute", "swap"], int] = field(default_factory=dict)
     total_recomputed_tokens: int = 0  # computed once more, since a preemption had lost their KV blocks
     total_preemptions_by_cause: dict[PreemptionCause, int] = field(default_factory=dict)

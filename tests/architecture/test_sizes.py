@@ -115,5 +115,6 @@ def test_the_scheduler_stays_one_house(package: str):
     """Few rooms and few doors: what only watches, in `log`, is counted apart."""
     rooms = {name for name in of(package) if not name.startswith(f"{package}.log")} - {package}
     doors = sum(len(imports(name) & rooms) for name in rooms)
-    assert len(rooms) <= 21  # the last is `speculation`: drafts are planned behind the plan, by nobody else
-    assert doors <= 64
+    # The last are `speculation`, which plans drafts behind the plan, and `kept_prefixes`, which acts before the queue.
+    assert len(rooms) <= 22
+    assert doors <= 69

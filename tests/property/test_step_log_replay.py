@@ -19,6 +19,7 @@ import msgspec
 import pytest
 
 from property.test_speculation import Guesses, Verifier
+from quire_engine.block_store import BlockStore
 from quire_engine.engine import Engine
 from quire_engine.limits import AdmissionName, PolicyName, SchedulerConfig, VictimName
 from quire_engine.scheduling.scheduler import Scheduler
@@ -47,7 +48,7 @@ class Traffic:
         self.time = 100.0
         config = self.config = self.draw_config()
         guesses = partial(Speculation, Guesses(random.Random(seed)), most=4) if self.speculates else None
-        self.scheduler = Scheduler(config, speculate=guesses)
+        self.scheduler = Scheduler(config, store=self.make_store(), speculate=guesses)
         kind = Verifier if self.speculates else FakeExecutor
         self.executor = kind(config.limits.block_size, max_in_flight=2 if config.plans_ahead else 1)
         self.engine = Engine(self.scheduler, self.executor, check_invariants=True, clock=self.clock)
@@ -65,6 +66,9 @@ class Traffic:
                 self.engine.release_request(self.held.pop())
             self.engine.step()
             number += 1
+
+    def make_store(self) -> BlockStore | None:
+        return None
 
     def draw_config(self) -> SchedulerConfig:
         dice = self.dice

@@ -13,6 +13,7 @@ from quire_engine.errors import ConfigError
 from quire_engine.machine import usable_cores, why_no_gpu
 
 _log = logging.getLogger(__name__)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def resolve_device(asked: str) -> torch.device:
@@ -35,6 +36,20 @@ def resolve_device(asked: str) -> torch.device:
 def own_dtype(stored: str, device: torch.device, kernels: str) -> str:
     """The type for a checkpoint's own, where none is asked for: on a CPU only the reference kernels have float16."""
     return "bfloat16" if stored == "float16" and device.type == "cpu" and kernels != "reference" else stored
+
+
+def compute_dtype(asked: str, stored: str, device: torch.device, kernels: str) -> tuple[torch.dtype, str]:
+    """The type that a model is computed in, and the reason where it is neither asked for nor the checkpoint's.
+
+    Raises ConfigError.
+    """
+    name = own_dtype(stored, device, kernels) if asked == "auto" else asked
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype={name} is unknown; set dtype to auto, {', '.join(_DTYPES)}")
+    if asked != "auto" or name == stored:
+        return _DTYPES[name], ""
+    reason = f"{stored} weights are computed in {name} by the C++ kernels; set dtype to {stored} to keep them"
+    return _DTYPES[name], f"{reason}, many times slower"
 
 
 def torch_threads(weights_bytes: int) -> int:

@@ -17,6 +17,7 @@ import torch
 from quire_engine.batch import Batch, StepResult
 from quire_engine.config import Fault
 from quire_engine.drafts import most_drafted_rows
+from quire_engine.errors import ConfigError
 from quire_engine.execution.adapters import AdapterCache
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.fault_points import FaultPoints
@@ -153,6 +154,17 @@ def runs_by_itself(kernels: KernelSet, device: torch.device) -> bool:
     The reference's attention follows the lengths that the host knows, which a graph cannot, and waits for its indices.
     """
     return device.type == "cuda" and kernels.choose is not None and kernels.attention is not REFERENCE.attention
+
+
+def check_planning_ahead(asked: str, kernels: KernelSet, device: torch.device) -> None:
+    """Raises ConfigError if it is asked for where the host is busy until a step's tokens are known."""
+    if asked != "on" or runs_by_itself(kernels, device):
+        return
+    if device.type == "cpu":
+        reason = "steps are planned ahead on a GPU only, on CPUs it was slower"
+    else:
+        reason = f"the {kernels.name} kernels compute no step beside the host"
+    raise ConfigError(f"async_scheduling=on: {reason}; set async_scheduling to auto or off")
 
 
 def spare_blocks(kernels: KernelSet, device: torch.device) -> int:

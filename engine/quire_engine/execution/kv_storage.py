@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import logging
-import os
-import re
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 from threading import Condition, Thread
 from typing import NamedTuple, Protocol
@@ -20,19 +14,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from quire_engine.errors import ConfigError
+from quire_engine.execution.block_files import BlockFiles
 from quire_engine.execution.models.served import ModelFacts
 from quire_engine.execution.models.weights import pool_parts
 from quire_engine.kv_groups import KVHeads, KVLayout, one_group
 from quire_kernels.kernel_set import KernelSet, PoolPart
-from quire_kernels.trusted_folder import open_trusted, trusted
 
 _log = logging.getLogger(__name__)
 Pairs = Sequence[tuple[int, int]]  # (source, target) each
 _MEASURED = 32  # blocks
-_MAGIC = b"quire kv block 1"
-_HEADER = len(_MAGIC) + sha256().digest_size
-_NAME = re.compile(r"[0-9a-f]{64}\.kv")
 _MOST_WAITING = 256  # blocks to write; more are left out
 
 
@@ -188,9 +178,8 @@ def _columns(pairs: Pairs) -> tuple[Tensor, Tensor]:
 class KVFiles:
     """Host blocks in files, by the hash of their content, so that the prefixes of one run are there in the next.
 
-    Owns one directory; there are no more files than host blocks. A file is whole and of this checkpoint and layout, or
-    it is not read. A thread writes, and what comes faster than the disk takes it is not written. What a file says
-    becomes a part of answers: a directory that others may write to is refused.
+    There are no more files than host blocks. A thread writes, and what comes faster than the disk takes it is not
+    written. See `BlockFiles` for what is trusted.
     """
 
     def __init__(self, directory: Path, layout: bytes, *, num_bytes: int, row: Callable[[int], Tensor]) -> None:
@@ -198,41 +187,37 @@ class KVFiles:
 
         Raises ConfigError for a directory that cannot be trusted or is in use.
         """
-        self._layout, self._num_bytes, self._row = layout, num_bytes, row
-        self._directory = directory / sha256(layout).hexdigest()[:16]
-        for folder in (directory, self._directory):
-            _make_private(folder)
-        self._lock_file = _locked(self._directory)
+        self._files = BlockFiles(directory, layout, num_bytes=num_bytes)
+        self._row = row
         self._changed = Condition()  # guards all below
         self._key_of: dict[int, bytes] = {}  # host block -> what it holds, or will when it has arrived
         self._block_of: dict[bytes, int] = {}
         self._writes: deque[tuple[int, bytes, Callable[[], None]]] = deque()
         self._removals: deque[bytes] = deque()
         self._idle = True
-        self._broken = self._closed = False
+        self._broken, self._closed = bool(self._files.why_unwritable), False
         Thread(target=self._work, name="kv files", daemon=True).start()
 
     def load(self, num_blocks: int) -> tuple[bytes, ...]:
         """Fill host blocks 0, 1, ... from files, the newest if there are too many; returns their keys, oldest first."""
-        found = [entry for entry in os.scandir(self._directory) if _NAME.fullmatch(entry.name)]
-        found.sort(key=lambda entry: entry.stat(follow_symlinks=False).st_mtime_ns)
+        found = [key for key, _ in self._files.found()]
+        surplus = max(0, len(found) - num_blocks)
         keys: list[bytes] = []
         bad = 0
-        for entry in found[max(0, len(found) - num_blocks) :]:
-            key = bytes.fromhex(entry.name.removesuffix(".kv"))
-            payload = self._read(Path(entry.path), key)
+        for key in found[surplus:]:
+            payload = self._files.read(key)
             if payload is None:
                 bad += 1
-                self._remove(key)
+                self._files.remove(key)
                 continue
-            _bytes_of(self._row(len(keys)))[:] = payload
+            bytes_of(self._row(len(keys)))[:] = payload
             self._key_of[len(keys)], self._block_of[key] = key, len(keys)
             keys.append(key)
-        for entry in found[: max(0, len(found) - num_blocks)]:
-            self._remove(bytes.fromhex(entry.name.removesuffix(".kv")))
+        for key in found[:surplus]:
+            self._files.remove(key)
         if bad:
-            _log.warning("%s: %d files of KV blocks were damaged or foreign, and are gone", self._directory, bad)
-        _log.info("%s: %d KV blocks of earlier runs", self._directory, len(keys))
+            _log.warning("%s: %d files of KV blocks were damaged or foreign, and are gone", self._files.folder, bad)
+        _log.info("%s: %d KV blocks of earlier runs", self._files.folder, len(keys))
         return tuple(keys)
 
     def replace(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
@@ -267,7 +252,7 @@ class KVFiles:
             self._changed.wait_for(lambda: self._idle and not self._writes and not self._removals)
             self._closed = True
             self._changed.notify_all()
-        os.close(self._lock_file)
+        self._files.close()
 
     def _work(self) -> None:
         while True:
@@ -283,76 +268,24 @@ class KVFiles:
             try:
                 for key in removals:
                     if key not in self._block_of:
-                        self._remove(key)
+                        self._files.remove(key)
                 if task is not None:
                     self._write(*task)
             except Exception as error:  # the server serves without files as well
                 with self._changed:
                     self._broken = True
                     self._writes.clear()
-                _log.error("%s: KV blocks are written no more: %s", self._directory, error)
+                _log.error("%s: KV blocks are written no more: %s", self._files.folder, error)
 
     def _write(self, block: int, key: bytes, wait: Callable[[], None]) -> None:
         wait()
         with self._changed:
             if self._key_of.get(block) != key:
                 return
-            payload = bytes(_bytes_of(self._row(block)))
-        handle, name = tempfile.mkstemp(dir=self._directory, prefix="new-")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_MAGIC)
-                file.write(self._digest(key, payload))
-                file.write(payload)
-            os.replace(name, self._path(key))
-        except OSError:
-            os.unlink(name)
-            raise
-
-    def _read(self, path: Path, key: bytes) -> bytes | None:
-        """The content, if the file is one of ours, whole."""
-        try:
-            with os.fdopen(open_trusted(path), "rb") as file:
-                if os.fstat(file.fileno()).st_size != _HEADER + self._num_bytes:
-                    return None
-                header, payload = file.read(_HEADER), file.read(self._num_bytes)
-        except OSError:
-            return None
-        return payload if header == _MAGIC + self._digest(key, payload) else None
-
-    def _digest(self, key: bytes, payload: bytes) -> bytes:
-        return sha256(sha256(self._layout).digest() + key + payload).digest()
-
-    def _path(self, key: bytes) -> Path:
-        return self._directory / f"{key.hex()}.kv"
-
-    def _remove(self, key: bytes) -> None:
-        with suppress(OSError):  # none is there, or something that is not ours
-            self._path(key).unlink()
+            payload = bytes(bytes_of(self._row(block)))
+        self._files.write(key, payload)
 
 
-def _bytes_of(row: Tensor) -> memoryview:
+def bytes_of(row: Tensor) -> memoryview:
+    """The memory of a row of uint8 on the host."""
     return memoryview((ctypes.c_char * row.numel()).from_address(row.data_ptr())).cast("B")
-
-
-def _make_private(directory: Path) -> None:
-    """Make a directory that only we may write to, or see that it is one. Raises ConfigError."""
-    try:
-        trusted(directory)
-    except OSError as error:
-        raise ConfigError(
-            f"kv_offload_dir={directory} must be a directory of the server's own user that nobody else may write to,"
-            f" since what is read from it becomes a part of answers: {error}"
-        ) from None
-
-
-def _locked(directory: Path) -> int:
-    """A file descriptor that keeps other servers out for as long as this process lives. Raises ConfigError."""
-    try:
-        handle = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ConfigError(f"kv_offload_dir={directory} is in use by another server; name one for each") from None
-    for left in directory.glob("new-*"):  # of a process that was killed
-        left.unlink(missing_ok=True)
-    return handle

@@ -82,6 +82,7 @@ def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
     gc.enable()
     loop.send(built.plan)
     loop.run(early)
+    built.close()
 
 
 def _fail_start(connection: socket.socket, error: Exception) -> NoReturn:

@@ -424,6 +424,24 @@ class KVAllocator:
             hashes.append(block_hash(self._parent(sequence, index), tokens))
 
 
+def holds(kv: KVAllocator, content: bytes) -> bool:
+    """Whether a block with this content can be matched, in the first group of layers."""
+    return kv._cache.block(content) is not None
+
+
+def adopt(kv: KVAllocator, content: bytes, depth: int, scope: str, weight: float) -> int | None:
+    """A block that can be matched by this content from now on, of no sequence; None: there is one, or no room.
+
+    The caller fills it before the next step. `depth`: blocks before it in its prompt.
+    """
+    if kv.by_window or not kv._caching or holds(kv, content) or not kv.num_available:
+        return None
+    block = kv._take(kv._pool.shares.owner(scope, weight))
+    kv._cache.register(content, block, depth)
+    kv._drop(block)
+    return block
+
+
 def _check_references(pool: BlockPool, held: Counter[int], sequences: Iterable[Sequence]) -> None:
     """Each block is counted as often as it is held, and the blocks of a table have its request's scope."""
     for block in range(pool.num_blocks):

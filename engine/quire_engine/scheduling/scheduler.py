@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from quire_engine.batch import Batch, ScheduledSequence, StepResult, num_accepted
+from quire_engine.block_store import BlockStore
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.invariants import require
 from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.beam_forks import BeamForks
 from quire_engine.scheduling.gate import check_request
+from quire_engine.scheduling.kept_prefixes import KeptPrefixes, keeping_allocator
 from quire_engine.scheduling.log.inspection import Arguments, Inspection, engine_stats
 from quire_engine.scheduling.log.step_log import StepLog
 from quire_engine.scheduling.outputs import (
@@ -48,18 +50,19 @@ class Scheduler:
         *,
         policies: Policies | None = None,
         host_keys: Collection[bytes] = (),
+        store: BlockStore | None = None,
         speculate: Speculate | None = None,
     ) -> None:
-        """`host_keys`: hashes of the first host blocks, kept on disk. With `speculate` decodes may get drafts."""
+        """`host_keys`: of the first host blocks, kept on disk. `store` keeps prefixes, `speculate` adds drafts."""
         config.check()
         limits = config.limits
         policies = policies or policies_for(limits)
-        self._config = config
-        self._itl = policies.itl
-        self._kv, self._swapping = allocator_for(config, host_keys)
+        self._config, self._itl = config, policies.itl
+        self._kv, self._swapping = keeping_allocator(config, store) if store else allocator_for(config, host_keys)
         self._roster = Roster(self._kv, policies.order)
         self._planner = Planner(limits, policies, self._kv, self._roster, self._swapping)
         self._log = StepLog(limits, self._roster) if limits.step_log else None
+        self.kept = KeptPrefixes(self._kv, self._log, store)
         self._speculation = None if speculate is None else speculate(self._kv)
         self._beam_forks = BeamForks(self._kv, self._roster, self._log)
         self._inspection = Inspection(
@@ -266,11 +269,13 @@ class Scheduler:
         self._applied_at = now
         if self._log is not None:
             self._log.results.append((batch.step_id, outputs, len(sequences), result, (now - began, now)))
-        self._itl.learn(prompt_tokens=self._prefill_tokens, num_decodes=batch.num_decodes, seconds=now - began)
+        sizes = {"prompt_tokens": self._prefill_tokens, "num_decodes": batch.num_decodes}
+        self._itl.learn(**sizes, seconds=now - began)
+        self.kept.learn(**sizes, seconds=now - began)
+        if self._swapping is not None:
+            self._swapping.learn(**sizes, seconds=now - began)
         if self._speculation is not None and not self._prefill_tokens:
             self._speculation.learn(batch.num_tokens, batch.num_decodes, now - began)
-        if self._swapping is not None:
-            self._swapping.learn(prompt_tokens=self._prefill_tokens, num_decodes=batch.num_decodes, seconds=now - began)
         return outputs
 
     def _note_end(self, sequence: Sequence) -> None:
@@ -282,7 +287,7 @@ class Scheduler:
         """Gauges of this moment and counters since the start. The caller adds the step's times."""
         tokens = {"prefill": self._prefill_tokens, "decode": self._decode_tokens}
         books = engine_stats(self._kv, self._roster, self._planner, self._speculation, **tokens)
-        return books if self._swapping is None else self._swapping.add_to(books)
+        return self.kept.add_to(books if self._swapping is None else self._swapping.add_to(books))
 
     def check_invariants(self) -> None:
         """Raise InvariantViolation if queues, counts, tables and blocks disagree. Call between steps.

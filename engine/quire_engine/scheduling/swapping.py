@@ -616,6 +616,10 @@ class SwapCost:
         known = self._seconds_per_token
         self._seconds_per_token = known + _WEIGHT * (rate - known) if known else rate
 
+    def measured(self, seconds_per_block: float) -> None:
+        """Take this time of one block's copy from now on."""
+        self._seconds_per_block = seconds_per_block
+
     def _is_cheaper(self, copies: int, num_tokens: int) -> bool:
         if self._seconds_per_token == 0:
             return True

@@ -29,12 +29,16 @@ class Contents:
         # Tokens of outputs that had not ended when the log did; they equal no others.
         self._unknown = count(_FIRST + 1 + max((entry.ordinal for entry in entries), default=0))
         for entry in entries:
-            if entry.kind in {"submit", "end"}:
+            if entry.kind in {"submit", "end", "adopt"}:
                 self._add(entry)
 
     def prompt(self, request_id: str) -> tuple[int, ...]:
         """All tokens of a request's prompt."""
         return self._prompts[request_id]
+
+    def content(self, ordinal: int) -> tuple[int, ...]:
+        """All tokens of the content that the entry with this ordinal is."""
+        return self._contents[ordinal]
 
     def output(self, request_id: str, choice: int, position: int, beam: int = 0) -> int:
         """The token at a position after the prompt; in a search, of the beam that was the sequence's `beam`-th."""
@@ -52,6 +56,8 @@ class Contents:
         if entry.kind == "submit":
             num_tokens = int(entry.plain["request"]["num_prompt_tokens"])
             self._prompts[name] = self._made(entry, num_tokens, ())
+        elif entry.kind == "adopt":
+            self._made(entry, int(entry.plain["num_tokens"]), ())
         elif name in self._prompts:
             made = self._made(entry, int(entry.plain["num_tokens"]), self._prompts[name])
             self._outputs.setdefault((name, int(entry.plain["choice"])), []).append(made)

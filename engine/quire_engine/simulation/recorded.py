@@ -18,7 +18,7 @@ from quire_engine.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.simulation.fitting import Sample
 
 _FORMAT = 2
-_KINDS = ("submit", "abort", "fail", "expire", "hold", "release", "end", "reset", "step")
+_KINDS = ("submit", "abort", "fail", "expire", "hold", "release", "end", "reset", "adopt", "step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
+from quire_engine.block_hashes import prompt_hashes
 from quire_engine.drafts import NO_DRAFT, Draft, Wish
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.scheduler import Scheduler
@@ -184,11 +185,29 @@ class Replayer:
                 self.scheduler.expire(float(entry.plain["at"]))
             case "reset":
                 self.scheduler.reset_prefix_cache()
+            case "adopt":
+                self._adopt(entry)
             case "step" if is_plan:
                 return self._plan(entry.plain)
             case "step":
                 self._apply(entry.plain)
         return None
+
+    def _adopt(self, entry: Entry) -> None:
+        """Let the blocks be matched by the hashes of the tokens that this replay makes up."""
+        asked, tokens = entry.plain["request"], self._contents.content(entry.ordinal)
+        keys = prompt_hashes(
+            tokens, asked["cache_salt"], self._recording.config.limits.block_size, most=asked["first"] + asked["count"]
+        )
+        request = GenerationRequest(
+            request_id=entry.request_id,
+            prompt_token_ids=tokens,
+            sampling=SamplingParams(),
+            stop=StopParams(max_new_tokens=0),
+            cache_salt=asked["cache_salt"],
+            weight=asked["weight"],
+        )
+        self.scheduler.kept.adopt(request, asked["first"], keys[asked["first"] :])
 
     def _submit(self, entry: Entry) -> None:
         asked = entry.plain["request"]

@@ -105,6 +105,7 @@ def divided_config(config: EngineConfig, count: int) -> EngineConfig:
         alive_seconds=ALIVE_SECONDS,
         num_threads=None if config.num_threads is None else max(1, config.num_threads // count),
         kv_memory=None if config.kv_memory is None else config.kv_memory // count,
+        kv_offload_size=config.kv_offload_size // count,
     )
 
 

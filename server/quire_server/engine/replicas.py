@@ -191,7 +191,8 @@ class ReplicaSet:
         plans = [each.plan or plan for each in self._engines.values()]
         scheduler = replace(plan.scheduler, num_blocks=sum(each.scheduler.num_blocks for each in plans))
         kv_bytes, num_threads = sum(each.kv_bytes for each in plans), sum(each.num_threads for each in plans)
-        return replace(plan, kv_bytes=kv_bytes, num_threads=num_threads, scheduler=scheduler)
+        kept_blocks = sum(each.kept_blocks for each in plans)
+        return replace(plan, kv_bytes=kv_bytes, num_threads=num_threads, kept_blocks=kept_blocks, scheduler=scheduler)
 
     def _join(self, name: str, engine: ReplicaEngine) -> Replica:
         """A replica more, with nothing cached."""

@@ -52,6 +52,9 @@ def token_bounds(largest: int) -> tuple[int, ...]:
     return tuple(bounds)
 
 
+KEPT_EVENTS = ("written", "read", "dropped", "refused")
+
+
 class RequestMetrics:
     """Counted once per prompt: a request with several prompts counts several, one with n choices counts one."""
 
@@ -278,6 +281,7 @@ class EngineMetrics:
             ("state",),
             children=[("used",), ("cached",), ("free",)],
         )
+        self.kept = KeptMetrics(values)
         self.query_tokens = values.counter(
             "quire_prefix_cache_query_tokens",
             "Prompt tokens looked up in the prefix cache.",
@@ -364,6 +368,7 @@ class EngineMetrics:
             *(_Total(self.preempted_by_cause, cause) for cause in PREEMPTION_CAUSES),
             _Total(self.swapped_bytes, "out"),
             _Total(self.swapped_bytes, "in"),
+            *(_Total(self.kept.events, event) for event in KEPT_EVENTS),
             _Total(self.query_tokens),
             _Total(self.hit_tokens),
             _Total(self.evictions),
@@ -406,6 +411,7 @@ class EngineMetrics:
                 *(stats.total_preemptions_by_cause.get(cause, 0) for cause in PREEMPTION_CAUSES),
                 stats.total_swapped_out_blocks * self._bytes_per_block,
                 stats.total_swapped_in_blocks * self._bytes_per_block,
+                *(getattr(stats, f"total_kept_{event}") for event in KEPT_EVENTS),
                 stats.total_prefix_query_tokens,
                 stats.total_prefix_hit_tokens,
                 stats.total_kv_evictions,
@@ -482,6 +488,7 @@ class EngineMetrics:
             ("free", stats.host_blocks_total - held),
         ):
             self.host_blocks.set(blocks, state)
+        self.kept.show(stats, self._bytes_per_block)
         self._old_host_usage.set(stats.host_blocks_used / stats.host_blocks_total if stats.host_blocks_total else 0.0)
         looked_up = self.query_tokens.get()
         self._old_hit_rate.set(self.hit_tokens.get() / looked_up if looked_up else 0.0)
@@ -501,6 +508,27 @@ class EngineMetrics:
     def _reset(self) -> None:
         if self._num_blocks:
             self.observe(EngineStats(blocks_total=self._num_blocks, blocks_free=self._num_blocks))
+
+
+class KeptMetrics:
+    """Prefixes in files that outlive the server."""
+
+    def __init__(self, values: Values) -> None:
+        self.blocks = values.gauge(
+            "quire_kept_kv_blocks", "KV blocks of prefixes in files that outlive the server, on a CPU."
+        )
+        self.bytes = values.gauge("quire_kept_kv_bytes", "Bytes of these blocks.")
+        self.events = values.counter(
+            "quire_kept_kv_block_events",
+            "KV blocks that were written to these files, read from them, left out because the disk was slower than"
+            " they came (dropped), or computed because their file was damaged or foreign (refused).",
+            ("event",),
+            children=[(event,) for event in KEPT_EVENTS],
+        )
+
+    def show(self, stats: EngineStats, bytes_per_block: int) -> None:
+        self.blocks.set(stats.kept_blocks)
+        self.bytes.set(stats.kept_blocks * bytes_per_block)
 
 
 class _Total:

@@ -149,7 +149,10 @@ class EngineFields(BaseModel):
         "bytes",
     )
     kv_offload_dir: Path | None = option(
-        None, "Memory", "directory in which the prefixes of the swap space are kept for the next start"
+        None, "Memory", "directory in which prefixes are kept for the next start; on a GPU those of the swap space"
+    )
+    kv_offload_size: Size = option(
+        16 * 2**30, "Memory", "size of these files on a CPU, for all engines; the longest unused go first", "bytes"
     )
     packed_cache: bool = option(
         True, "Memory", "keep packed weights in files, from which the next start takes them; C++ kernels on a CPU only"

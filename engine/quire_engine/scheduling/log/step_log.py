@@ -19,7 +19,7 @@ from quire_engine.scheduling.log.step_records import NOTHING, Contents, EventKin
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.step_plan import Decision, StepPlan
-from quire_engine.types import FinishReason, TokenOutput
+from quire_engine.types import FinishReason, GenerationRequest, TokenOutput
 
 MOST_FINISHED = 1024  # ended requests whose lives are kept
 _NO_ITEMS: tuple[ScheduledSequence, ...] = ()
@@ -202,6 +202,18 @@ class StepLog:
         """The prefix cache was emptied."""
         self.settle()
         self._note_event("reset", "")
+
+    def adopted(self, request: GenerationRequest, first: int, count: int, block_size: int) -> None:
+        """Blocks of this prompt have come into the prefix cache from an earlier run, before the request is added."""
+        self.settle()
+        end = (first + count) * block_size
+        salt = self._contents.salt_name(request.cache_salt)
+        asked: dict[str, object] = {"cache_salt": salt, "weight": request.weight, "first": first, "count": count}
+        event = self._note_event("adopt", request.request_id, asked=asked)
+        event.num_tokens = end
+        if self._contents.compares:
+            event.shared = self._contents.add(event.ordinal, request.cache_salt, request.prompt_token_ids[:end])
+            event.complete_from = self._contents.complete_from
 
     def held(self, request_id: str) -> None:
         """A live request is about to be held."""

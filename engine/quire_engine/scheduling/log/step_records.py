@@ -17,7 +17,7 @@ from quire_engine.scheduling.step_plan import Decision
 from quire_engine.types import FinishReason
 
 FORMAT = 2
-EventKind = Literal["submit", "abort", "fail", "expire", "hold", "release", "end", "reset"]
+EventKind = Literal["submit", "abort", "fail", "expire", "hold", "release", "end", "reset", "adopt"]
 # The whole slice failed; its sample failed; or the device had no memory for it.
 FailedPart = Literal["slice", "sample", "memory"]
 
@@ -29,7 +29,8 @@ class StepRecord:
     The log as JSON lines, which `quire trace --json` writes and a replay reads:
 
         {"kind": "config", "format": 2, "config": {SchedulerConfig}, "first_step": n, "restored_blocks": n}  once, first
-        {"kind": "submit" | "abort" | "fail" | "expire" | "hold" | "release" | "end" | "reset", ...a RequestEvent}
+        {"kind": "submit" | "abort" | "fail" | "expire" | "hold" | "release" | "end" | "reset" | "adopt",
+         ...a RequestEvent}
         {"kind": "step", ...the fields of StepRecord}
 
     Every call that changes the scheduler's state has an ordinal, in the order of the calls. An event has one. A step
@@ -80,8 +81,10 @@ class RequestEvent:
         abort    the client has left. `fail`: the request ends with an error that no step has made. `expire`: its
                  deadline has passed, at the time `at`; with several at one time the first call ends all.
         reset    the operator has emptied the prefix cache; of no request.
+        adopt    a content: a prompt up to the end of blocks that an earlier run has kept, which can be matched from now
+                 on; `request` has their number and the first one's. The request itself may be submitted later.
 
-    A content is the tokens of a submit or an end, `num_tokens` of them. `shared` names an earlier content by its
+    A content is the tokens of a submit, end or adopt, `num_tokens` of them. `shared` names an earlier content by its
     ordinal, and the length of the common prefix. No earlier content has a longer common prefix with the new one; with
     any third content, the new one shares what the named one shares, up to that length. So a replay that makes up tokens
     in this order gets common prefixes of the same lengths. The engine compares a content with the last ones: four for
@@ -96,7 +99,7 @@ class RequestEvent:
     at: float
     request_id: str
     choice: int = 0  # for an end; in a beam search the sequence
-    request: dict[str, Any] = field(default_factory=dict)  # for a submit
+    request: dict[str, Any] = field(default_factory=dict)  # for a submit or an adopt
     num_tokens: int = 0  # length of a content
     shared: tuple[int, int] = (0, 0)  # (ordinal of another content, length of the common prefix in tokens)
     complete_from: int = 0  # contents from this ordinal on were all compared

@@ -162,7 +162,8 @@ def test_a_link_and_a_file_are_refused(tmp_path):
             Host(tmp_path / name)
 
 
-def test_two_servers_do_not_share_a_directory(host, tmp_path):
+def test_two_servers_do_not_share_a_directory(host, tmp_path, monkeypatch):
+    monkeypatch.setattr("quire_engine.execution.block_files._PATIENCE", 0.1)
     host()
     with pytest.raises(ConfigError, match="in use by another server"):
         Host(tmp_path / "kv")

@@ -119,6 +119,21 @@ def test_swaps_by_mode_and_direction_and_where_the_host_keeps_blocks():
     assert [scrape("quire_host_kv_blocks", state=state) for state in ("used", "cached", "free")] == [2, 3, 4]
 
 
+def test_blocks_kept_in_files_and_what_became_of_others():
+    metrics = Metrics("tiny")
+    metrics.observe_plan(PLAN)
+    events = {"written": 7, "read": 5, "dropped": 3, "refused": 2}
+    told = {"kept_blocks": 9, **{f"total_kept_{event}": count for event, count in events.items()}}
+    metrics.observe_step(busy(**told))
+    metrics.engine_restarted()
+    metrics.observe_step(busy(**told))
+    scrape = Scrape(metrics)
+    assert {event: scrape("quire_kept_kv_block_events_total", event=event) for event in events} == {
+        event: 2 * count for event, count in events.items()
+    }
+    assert (scrape("quire_kept_kv_blocks"), scrape("quire_kept_kv_bytes")) == (9, 9 * 1024)
+
+
 def test_guesses_by_place_and_slices_without_them_by_cause():
     metrics = Metrics("tiny")
     told = {

@@ -274,6 +274,7 @@ def test_engine_config_takes_every_engine_setting():
         "gpu_memory_utilization": 0.5,
         "swap_space": 2048,
         "kv_offload_dir": "/var/kv",
+        "kv_offload_size": 1 << 30,
         "enable_prefix_caching": False,
         "scheduling_policy": "priority",
         "preemption_victim": "youngest",
