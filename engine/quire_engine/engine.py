@@ -165,7 +165,7 @@ class Engine:
             is_ready = is_ready and wrong is not None
         if request.request_id in self._unloadable:
             return True
-        return is_ready and self._kept.is_ready(request, self._clock())
+        return is_ready and self._kept.is_ready(request, self._clock)
 
     def _admit(self, request: GenerationRequest) -> None:
         """Add the request to the scheduler, or refuse it."""

@@ -478,6 +478,8 @@ class TestStates:
     def test_swapping_is_refused(self):
         with pytest.raises(ConfigError, match="swap_space"):
             resolve_plan(config(checkpoint("qwen3_5_text"), swap_space=1 << 24))
+        with pytest.raises(ConfigError, match="kv_offload_dir=/kv is not possible: the model keeps a recurrent state"):
+            resolve_plan(config(checkpoint("qwen3_5_text"), kv_offload_dir="/kv"))
 
 
 TEXT: dict[str, Any] = {

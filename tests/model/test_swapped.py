@@ -17,9 +17,10 @@ import torch
 from model.test_bitwise import engine, mixed_requests, solo
 from quire_engine.build import BuiltEngine
 from quire_engine.errors import ConfigError
-from quire_engine.memory_plan import plan_text
+from quire_engine.memory_plan import kept_blocks, plan_text
 from quire_engine.scheduling.scheduler import Scheduler
 from support.checkpoints import shared_checkpoint
+from support.limits import engine_config
 from support.offline import generate
 
 TESTS = Path(__file__).parents[1]
@@ -148,9 +149,11 @@ def test_files_of_other_weights_are_not_read(tmp_path):
     assert same.scheduler.stats().host_blocks_cached > 5
 
 
-def test_files_without_a_swap_space_are_refused(tmp_path):
+def test_files_without_a_swap_space_are_refused_on_a_gpu():
+    asked = engine_config(model="", kv_offload_dir="/kv")
     with pytest.raises(ConfigError, match="set swap_space to a size too"):
-        engine(kv_offload_dir=str(tmp_path))
+        kept_blocks(asked, 100, "cuda", 0, (None,))
+    assert kept_blocks(replace(asked, swap_space=1000), 100, "cuda", 0, (None,)) == 0
 
 
 def test_a_block_that_comes_back_wrong_changes_tokens(monkeypatch):

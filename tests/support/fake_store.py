@@ -42,7 +42,7 @@ class FakeStore:
         """Time passes: some of what waits is written."""
         assert self.executor is not None
         for key, block in list(self._writes.items()):
-            if self._dice.random() < 0.3:
+            if self._dice.random() < 0.06:
                 del self._writes[key]
                 slots = [self.executor._slots.get((block, offset)) for offset in range(self._block_size)]
                 self.kept[key] = json.dumps(slots).encode()

@@ -6,7 +6,7 @@ request's own hashes name. Must not know: threads.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, replace
 
@@ -97,9 +97,8 @@ class KeptPrefixes:
         self._kv, self._log, self._store = kv, log, store
         self._cost = SwapCost(0.0)
         self._waits: dict[str, Wait] = {}  # by request
-        self._reading: dict[
-            bytes, tuple[GenerationRequest, int]
-        ] = {}  # keys under way: the first request for each, and its depth
+        # By key what is under way: the first request for it, and the depth in its prompt.
+        self._reading: dict[bytes, tuple[GenerationRequest, int]] = {}
         self._trust = 1.0  # share of the measured time of reading
         self._reported = StoreCounts()
 
@@ -107,11 +106,11 @@ class KeptPrefixes:
     def is_reading(self) -> bool:
         return bool(self._waits)
 
-    def is_ready(self, request: GenerationRequest, now: float) -> bool:
+    def is_ready(self, request: GenerationRequest, clock: Callable[[], float]) -> bool:
         """Whether the request has nothing to wait for; what is kept of its prompt begins to be read."""
         if self._store is None:
             return True
-        wait = self._waits.get(request.request_id)
+        wait, now = self._waits.get(request.request_id), clock()
         if wait is None:
             wait = self._begin(request, self._store, now)
             if wait is None:

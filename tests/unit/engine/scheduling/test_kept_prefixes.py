@@ -25,7 +25,7 @@ class Always(random.Random):
     """Dice that let everything happen at once."""
 
     def random(self) -> float:
-        return 0.1
+        return 0.05
 
 
 class Served:
@@ -127,8 +127,9 @@ def test_requests_that_come_together_read_a_block_once():
         {"cache_salt": "salt"},
         {"cache_salt": "tenant a\0"},
         {"prompt_token_ids": (1, *LONG)},
+        {"cache_salt": "\1" + 64 * "0"},  # as `GenerationRequest.bound_to` makes it; the fake engine has no adapters
     ],
-    ids=["salt", "tenant", "tokens"],
+    ids=["salt", "tenant", "tokens", "adapter"],
 )
 def test_other_requests_read_nothing(change: dict[str, object]):
     first = Served()
