@@ -219,7 +219,7 @@ class Resolved:
             load_seconds=load_seconds,
             scheduler=self._scheduler(pool, swap_seconds),
             quantization=asked.quantization,
-            stored_as=_stored_as(self.model),
+            stored_as=self.parameters.stored_as(self.model.quantisation),
             keeps_stored=self.kernels.stored_bits is not None and bool(self.parameters.stored),
             kv_cache_dtype=asked.kv_cache_dtype,
             deterministic=asked.deterministic or self.device.type == "cpu",
@@ -603,10 +603,6 @@ def _why_no_text(model: ModelFacts) -> str:
     if isinstance(model, ModelConfig) and model.headless:
         return "its checkpoint is of a model without a head for tokens"
     return ""
-
-
-def _stored_as(model: ModelFacts) -> str:
-    return "" if model.quantisation is None else str(model.quantisation)
 
 
 def _for_whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig:

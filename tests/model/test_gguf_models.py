@@ -19,6 +19,7 @@ from quire_engine.execution.models.weights import take_text
 from quire_engine.gguf import read_gguf
 from quire_engine.memory_plan import plan_text
 from quire_kernels.cpu.ops import cpu_kernel_set
+from quire_kernels.cpu.stored import STACKED
 from quire_kernels.kernel_set import KernelSet, LinearAdd, MixExperts, NormGateUp, NormLinear, Quantization
 from quire_server.checkpoint.gguf_folder import unfolded
 from support.gguf_blocks import QUANTISED
@@ -223,6 +224,17 @@ def test_what_is_quantised_here_is_decoded_first(quantization: Quantization, tmp
     path, dense = make_gguf(tmp_path, "llama", kinds=mixed, **WIDE_HEADS)
     logits = [Model(each, dtype=torch.bfloat16, kernels=kernels).logits(ids, 20) for each in (unfolded(path), dense)]
     assert torch.equal(*logits)
+
+
+def test_rows_beside_plain_ones_are_decoded_and_the_plan_says_so(tmp_path: Path) -> None:
+    kinds = lambda name, shape: "BF16" if "blk.1.attn_v" in name else mixed(name, shape)  # noqa: E731
+    path, _ = make_gguf(tmp_path, "llama", kinds=kinds, **WIDE_HEADS)
+    config = engine_config(model=str(unfolded(path)), device="cpu", dtype="bfloat16", kernels="cpu", kv_memory=4 << 20)
+    text = plan_text(resolve_plan(config))
+    assert "kept as GGUF, BF16, Q4_K, Q6_K (but for 2 matrices beside plain ones, which are decoded)" in text
+    model = Model(unfolded(path), dtype=torch.bfloat16, kernels=cpu_kernel_set(1))
+    kept = [op.weight.args.kind for op in model.decoder._weights.program if isinstance(op, NormLinear)]
+    assert kept == [STACKED, 0]
 
 
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "llama3-8b"])

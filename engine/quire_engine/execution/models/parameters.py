@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire_engine.execution.models.checkpoint import StoredSize, open_checkpoint
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.experts import is_expert
-from quire_engine.execution.models.weights import EMBEDDING, expected_shapes, matrices_after_attention, take_text
+from quire_engine.execution.models.weights import (
+    EMBEDDING,
+    expected_shapes,
+    gate_up_parts,
+    matrices_after_attention,
+    qkv_parts,
+    take_text,
+)
 from quire_kernels.kernel_set import KernelSet
 
 
@@ -29,6 +37,7 @@ class Parameters:
     top_k: int = 1  # of them that multiply a token
     stored: tuple[StoredSize, ...] = ()  # of `linear` and `head`, what may be kept as the checkpoint has it
     stored_embedding: StoredSize | None = None  # likewise
+    num_decoded: int = 0  # quantised matrices that are not kept, since plain ones are rows of the same product
 
     @property
     def total(self) -> int:
@@ -46,6 +55,12 @@ class Parameters:
 
     def _active(self, matrices: int, experts: int) -> int:
         return matrices - experts + experts * self.top_k // self.num_experts
+
+    def stored_as(self, form: object | None) -> str:
+        """The checkpoint's quantisation as the plan tells it; empty: it has none."""
+        if form is None or not self.num_decoded:
+            return "" if form is None else str(form)
+        return f"{form} (but for {self.num_decoded} matrices beside plain ones, which are decoded)"
 
     def memory(self, itemsize: int, kernels: KernelSet, packed_bytes: int | None = None) -> WeightMemory:
         """`packed_bytes`: what all matrices take, once that is known."""
@@ -92,6 +107,8 @@ def count_parameters(path: Path, model: ModelConfig) -> Parameters:
         checkpoint.drop(lambda name: name not in shapes)
         checkpoint.require(shapes)
         kept = dict(checkpoint.stored_sizes())
+    decoded = _beside_plain(kept.keys(), model)
+    kept = {name: size for name, size in kept.items() if name not in decoded}
     stored_embedding = kept.get(EMBEDDING)
     if not model.tie_word_embeddings:
         kept.pop(EMBEDDING, None)
@@ -113,4 +130,18 @@ def count_parameters(path: Path, model: ModelConfig) -> Parameters:
         top_k=1 if model.experts is None else model.experts.top_k,
         stored=tuple(kept.values()),
         stored_embedding=stored_embedding,
+        num_decoded=len(decoded),
     )
+
+
+def _beside_plain(kept: Set[str], model: ModelConfig) -> set[str]:
+    """Quantised matrices that are rows of one product with plain ones."""
+    found: set[str] = set()
+    for index in range(model.num_layers):
+        products = [qkv_parts(model, index)]
+        if not model.has_experts(index):
+            products.append([*gate_up_parts(model, index)])
+        for parts in products:
+            names = {part.named(".weight").name for part in parts}
+            found |= names & kept if names - kept else set()
+    return found

@@ -9,6 +9,8 @@ import torch
 from quire_engine.execution.models import gguf_blocks
 from quire_engine.execution.models.gguf_blocks import dequantise, groups, stored_matrix, stored_type
 from quire_engine.gguf import DECODED, KINDS
+from quire_kernels.cpu.ops import cpu_kernel_set
+from quire_kernels.cpu.stored import stored_bits
 from quire_kernels.stored import in_common_form, joined
 from support.gguf_blocks import QUANTISED, numbers, random_blocks
 
@@ -82,6 +84,27 @@ def test_scales_that_are_not_finite_are_refused(kind: str) -> None:
     rows[1, at : at + 2] = np.array([np.inf], np.float16).view(np.uint8)
     with pytest.raises(ValueError, match="has scales that are not finite numbers"):
         stored_matrix(kind, torch.from_numpy(rows), 1)
+
+
+# Bits of a weight: of its code, and its share of what a group has beside codes.
+BITS = {
+    **{"Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 6.5, "Q5_1": 7.0, "Q8_0": 8.5, "Q2_K": 5.125, "Q3_K": 4.5625, "Q4_K": 4.625},
+    **{"Q5_K": 6.625, "Q6_K": 6.5625, "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "MXFP4": 4.5, "NVFP4": 5.0},
+}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_a_packed_matrix_takes_the_bits_that_its_type_has(kind: str) -> None:
+    """What a token reads is what is stored, for the types that codes of four, six and eight bits fit."""
+    rows = random_blocks(kind, 128, 768, np.random.default_rng(11))
+    kernels, form = cpu_kernel_set(1), stored_type(kind)
+    packed = (
+        kernels.pack_stored([[stored_matrix(kind, torch.from_numpy(rows), 1)]], None) if kernels.pack_stored else None
+    )
+    assert packed is not None
+    assert packed.parts["packed"].nbytes * 8 == BITS[kind] * 128 * 768
+    assert stored_bits(form.kind, form.group_size, 768, form.beside) == BITS[kind]
+    assert kind in {"Q2_K", "Q3_K", "Q5_0", "Q5_1", "Q5_K", "NVFP4"} or BITS[kind] <= 1.06 * rows.size * 8 / (128 * 768)
 
 
 def test_any_two_types_have_a_form_in_common() -> None:
