@@ -48,6 +48,7 @@ def run(given: CommandLine) -> int:
 
 
 def _run(settings: Settings, output: Output) -> int:
+    settings = settings.model_copy(update={"engines": ()})  # a file may name them for fronts
     address = parse_address(settings.listen or "", "--listen")
     if is_numeric(address.host):
         security_of(settings).check_reach(f"--listen {address}", [address.host])

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from e2e.served import Served
 from e2e.served_node import ServedNode
 from replicas.__main__ import FLAGS, cpu_variant, replicas
 from replicas.streams import Said, differences, reached, streams
+from support.link_secrets import make_secrets
 
 pytestmark = pytest.mark.e2e
 
@@ -133,6 +137,59 @@ def test_health_questions_and_orders_go_to_nodes(server: Served, nodes: list[Ser
         assert http.post("/v1/completions", json=body).status_code == 200
         ready(server, 2)
         assert server.metric("quire_engine_restarts_total") == 1
+
+
+def health(*argv: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "quire_server.cli", "health", "--timeout", "20", *argv],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_links_with_the_documents_secrets_carry_streams_and_others_are_refused(tmp_path: Path, alone: Any) -> None:
+    secrets = []
+    for name in ("own", "other"):
+        folder = tmp_path / name
+        folder.mkdir()
+        make_secrets(folder)
+        files = {"cluster-key-file": "cluster.key", "engine-tls-cert": "peer.crt", "engine-tls-key": "peer.key"}
+        files["engine-tls-ca"] = "ca.crt"
+        secrets.append([word for flag, file in files.items() for word in (f"--{flag}", str(folder / file))])
+    own, other = secrets
+    with ExitStack() as stack:
+        node = stack.enter_context(ServedNode(*OF_NODES, *alone[1], *own))
+        front = stack.enter_context(Served("--engines", node.address, *own, *OF_FRONTS))
+        got = asyncio.run(streams(front.url, 16))
+        assert not differences(alone[0][:16], got)
+        assert health("--node", node.address, *own) == (0, f"quire health: {node.address}: ready\n")
+        for strangers in (other, own[:2] + other[2:], own[:2], own[2:], []):
+            code, line = health("--node", node.address, "--timeout", "3", *strangers)
+            assert code == 1, line
+            assert line.count("\n") == 1, line
+        assert "was refused" in node.log()
+        assert leaked_by_strangers(node) <= 2
+        assert httpx.get(front.url + "/health/ready", timeout=10).status_code == 200
+        node.process.send_signal(signal.SIGHUP)
+        assert node.process.wait(30) == 0, "as SIGTERM: it drains"
+        assert httpx.get(front.url + "/health/ready", timeout=10).status_code == 503
+
+
+def leaked_by_strangers(node: ServedNode) -> int:
+    """Handles that the node has more after 300 peers that speak no TLS, or stop in the middle of it."""
+    host, _, port = node.address.rpartition(":")
+    process = psutil.Process(node.process.pid)
+    before = process.num_fds()
+    for number in range(300):
+        with socket.create_connection((host, int(port)), timeout=10) as peer:
+            peer.sendall((b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\n\r\n", os.urandom(200))[number % 3])
+            if number % 3:
+                with suppress(ConnectionResetError):
+                    peer.recv(1024)
+    deadline = time.monotonic() + 20
+    while process.num_fds() > before + 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return process.num_fds() - before
 
 
 @pytest.mark.parametrize(

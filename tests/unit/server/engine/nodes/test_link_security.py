@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -34,23 +32,13 @@ from quire_server.engine.nodes.link import Link
 from quire_server.engine.nodes.remote_engine import RemoteEngine
 from quire_server.engine.nodes.security import LinkSecurity, link_security
 from quire_server.engine.recovery import Quarantine
-from support.documents import section
+from support.link_secrets import make_secrets
 from support.nodes import Served, front, served_node
 from support.supervising import expected, request, run
 
 KEY = b"k" * 64
 NO_BINDING = binding(b"", b"")
 KEYED = LinkSecurity(key=KEY)
-
-
-def make_secrets(folder: Path) -> LinkSecurity:
-    """By the commands of docs/nodes.md."""
-    script = re.search(r"```sh\n(.*?)```", section("docs/nodes.md", "Two machines"), re.DOTALL)
-    assert script is not None
-    subprocess.run(["bash", "-euc", script[1]], cwd=folder, check=True, capture_output=True)
-    return link_security(
-        key_file=folder / "cluster.key", cert=folder / "peer.crt", key=folder / "peer.key", ca=folder / "ca.crt"
-    )
 
 
 @pytest.fixture(scope="module")
