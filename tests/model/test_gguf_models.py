@@ -207,10 +207,13 @@ def test_matrices_stay_as_they_are_stored(family: str, kind: str, tmp_path: Path
     assert torch.equal(model.logits(ids, 1), got)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "mixed", "Q8_0"])
-def test_the_plan_counts_what_matrices_take(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind"), [*(("qwen3", kind) for kind in ("Q4_0", "Q4_K", "mixed", "Q8_0")), ("qwen3_moe", "Q4_K")]
+)
+def test_the_plan_counts_what_matrices_take(family: str, kind: str, tmp_path: Path) -> None:
     kinds = mixed if kind == "mixed" else all_of(kind)
-    path, _ = make_gguf(tmp_path, "qwen3", kinds=kinds, vocab_size=2048, **WIDE_HEADS)
+    more = {"moe_intermediate_size": 256, **NO_CHOICE["qwen3_moe"]} if family == "qwen3_moe" else {}
+    path, _ = make_gguf(tmp_path, family, kinds=kinds, vocab_size=2048, **WIDE_HEADS, **more)
     config = engine_config(model=str(unfolded(path)), device="cpu", dtype="bfloat16", kernels="cpu", kv_memory=4 << 20)
     plan = resolve_plan(config)
     assert "kept as GGUF, Q" in plan_text(plan)

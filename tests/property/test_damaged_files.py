@@ -11,6 +11,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.checkpoint import open_checkpoint
@@ -81,10 +82,12 @@ def outcome(read: object, file: Path) -> str:
 
 
 def read_all(folder: Path) -> None:
-    """The tensors, as an engine reads them."""
+    """The tensors, as an engine reads them: as numbers, and as they are stored."""
     with checked_checkpoint(folder, load_model_config(folder)) as checkpoint:
         for name in sorted(checkpoint.names):
             checkpoint.tensor(name)
+            stored = checkpoint.stored_matrix(name)
+            assert stored is None or bool(torch.isfinite(stored.dequantised()).all())
             checkpoint.done(name)
 
 

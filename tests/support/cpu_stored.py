@@ -83,7 +83,6 @@ FORMS: dict[str, Make] = {
     "fp8 by row": _form("e4m3", -1, "float", "none", (), 100.0),
     "six bits": _form("six_bits", 16, "units", "none", (), 20.0),
     "six bits with offsets": _form("six_bits", 32, "units", "units", (), 20.0),
-    "six bits by row": _form("six_bits", -1, "float", "points", (), 20.0),
 }
 
 
