@@ -51,12 +51,14 @@ class PrefixFiles:
         self.seconds_per_block = 0.0  # of reading one; 0: none was read yet
         self._files, self._rows, self._most = files, block_rows(pool), most
         self._changed = threading.Condition()  # guards all below; never held while the disk works or a block is copied
-        self._used = dict(files.found())  # by key of every file: the time of its last use, less its depth, ns
+        found = files.found()
+        surplus = max(0, len(found) - most)  # the bound may have been larger before
+        self._used = dict(found[surplus:])  # by key of every file: the time of its last use, less its depth, ns
         self._writes: dict[bytes, tuple[int, int]] = {}  # by key what waits, in order: (block, depth)
         self._writing: bytes | None = None  # the key that is being written, if it is still to be kept
         self._busy = False  # the writing thread
         self._touched: dict[bytes, int] = {}  # times of use that the files do not have yet
-        self._removals: list[bytes] = []
+        self._removals = [key for key, _ in found[:surplus]]
         self._reads: deque[deque[bytes]] = deque()
         self._arrived: deque[tuple[bytes, bytes | None]] = deque()
         self._arrived_bytes = 0

@@ -79,7 +79,7 @@ def files_of(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "kv").glob("*/*.kv"))
 
 
-def test_what_was_written_is_there_at_the_next_start_and_no_memory_is_taken_before(run):
+def test_what_was_written_is_there_at_the_next_start_for_this_user_alone(run, tmp_path):
     first = run()
     first.keep(1, 2, 3)
     again = run()
@@ -87,6 +87,14 @@ def test_what_was_written_is_there_at_the_next_start_and_no_memory_is_taken_befo
     assert again.files.counts.blocks == 3
     assert again.read(1, 2, 3) == [1, 2, 3]
     assert (again.files.counts.read, again.files.seconds_per_block > 0) == (3, True)
+    assert not any(path.stat().st_mode & 0o077 for path in (tmp_path / "kv").rglob("*"))
+
+
+def test_a_smaller_bound_counts_from_the_start(run, tmp_path):
+    run().keep(1, 2, 3)
+    again = run(most=2)
+    assert [again.files.holds(KEYS[number]) for number in (1, 2, 3)] == [True, True, False]
+    until(lambda: len(files_of(tmp_path)) == 2)
 
 
 def test_a_block_that_the_pool_takes_back_while_it_is_copied_is_not_written(run, monkeypatch):
