@@ -9,9 +9,11 @@ from typing import get_args
 
 import pytest
 
+from quire_engine.config import EngineConfig
 from quire_engine.routing.policy import RoutePolicyName
 from quire_engine.types import EngineStats, StepOutput, TokenOutput
 from quire_server.engine import replica_routing
+from quire_server.engine.local_replicas import divided_config
 from quire_server.engine.stats_sum import StatsSum
 from quire_server.engine.supervisor import EngineState
 from quire_server.errors import ReplicaLost
@@ -21,6 +23,11 @@ from support.supervising import request, run
 
 def tokens(them: Replicas, name: str, choice: int = 0) -> list[int]:
     return them.client.tokens.get((name, choice), [])
+
+
+def test_memory_and_files_that_are_named_are_for_all_together() -> None:
+    divided = divided_config(EngineConfig(model="", num_threads=4, kv_memory=800, kv_offload_size=100), 2)
+    assert (divided.num_threads, divided.kv_memory, divided.kv_offload_size, divided.replicas) == (2, 400, 50, 2)
 
 
 def test_requests_go_to_the_replica_with_least_ahead() -> None:
