@@ -133,6 +133,11 @@ QUIRE_API int32_t quire_norm_add(Context* context, const bf16* y, int64_t m, int
 QUIRE_API int32_t quire_mix_experts(Context* context, const Routing* routing, const Experts* experts, const bf16* x,
                                     int64_t m, const Norm* norm, float scale, const bf16* residual, bf16* out);
 
+// x [m, columns] bf16 -> the `count` experts' logits, as the first of each row of logits [m, weight->n]; the experts
+// that each row chooses, best first, and their weights, [m, top_k].
+QUIRE_API int32_t quire_route(Context* context, const Routing* routing, int64_t count, const bf16* x, int64_t m,
+                              float* logits, int32_t* index, float* weights);
+
 // out [m, columns] = the sum of the experts in `index` [m, top_k], times `weights` [m, top_k]; an index that is no
 // expert's adds nothing.
 QUIRE_API int32_t quire_given_experts(Context* context, const Experts* experts, const bf16* x, int64_t m, int64_t top_k,

@@ -492,7 +492,10 @@ class KernelSet:
     linear(x [T, K], w, wide) -> [T, N], or None
         The projection with its bias alone, float32 where `wide`, else in x's dtype. None: `linear_add` to zeros.
     pack_router(weight [E, H], bias [E] | None) -> LinearWeight
-        Of the numbers as they are, also where other matrices are quantised.
+        Of the numbers as they are, also where other matrices are quantised, and where the weight is float32 and the
+        rows are narrower.
+    route(x [T, H], routing, count) -> (logits [T, E] float32, index [T, k] int64, weights [T, k] float32)
+        The choice of `mix_experts` among `count` experts, best first.
     mix_experts(x [T, H], norm, routing, experts, scale, residual [T, H] | None) -> [T, H]
         residual + scale * the sum of the experts that `routing` chooses for the normed row, each rounded and times its
         weight, in float32 in the order of their ranks; rounded once. May reuse residual's memory. residual None: the
@@ -558,6 +561,7 @@ class KernelSet:
     linear: Callable[[Tensor, LinearWeight, bool], Tensor] | None = None
     # Where there are no experts, models that have some are refused.
     pack_router: Callable[[Tensor, Tensor | None], LinearWeight] | None = None
+    route: Callable[[Tensor, Routing, int], tuple[Tensor, Tensor, Tensor]] | None = None
     mix_experts: Callable[[Tensor, Norm | None, Routing, ExpertMatrices, float, Tensor | None], Tensor] | None = None
     given_experts: Callable[[Tensor, Tensor, Tensor, ExpertMatrices], Tensor] | None = None
     gate_rows: Callable[[Tensor, Norm | None, LinearWeight, Tensor], Tensor] | None = None

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from quire_kernels.cpu.stored import STACKED
 from quire_kernels.cpu.variants import usable_variants
-from quire_kernels.kernel_set import Activation, ExpertMatrices, Norm, expert_rows
+from quire_kernels.kernel_set import Activation, ExpertMatrices, Norm, Routing, expert_rows
 from quire_kernels.reference.experts import choose
 from quire_kernels.stored import joined
 from support.cpu_linear import EPS, KINDS, kernel_set
@@ -113,6 +113,31 @@ def test_every_form_of_routing_is_the_references(variant, form):
     assert ((found - wanted).abs() <= 1.01 * 2.0**-8 * wanted).all()
     for first, last in ((0, 1), (3, 10), (49, 50)):
         assert torch.equal(kernels.mix_experts(x[first:last], None, routing, experts, 1.0, None), mixed[first:last])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_a_router_of_float32_keeps_its_numbers(variant, parts):
+    """As the sum of matrices of bfloat16; and what a row chooses is what it is mixed from."""
+    kernels, random = kernel_set(variant), torch.Generator().manual_seed(6)
+    whole = torch.randn(20, 96, generator=random)
+    kept = whole.bfloat16().float()
+    for _ in range(parts - 1):
+        kept = kept + (whole - kept).bfloat16().float()
+    weight = kernels.pack_router(kept, None)
+    assert weight.num_outputs == 20 * parts
+    routing, x = Routing(weight=weight, top_k=3, norm=_norm(96)), _rows(37, 96)
+    logits, index, weights = kernels.route(x, routing, 20)
+    rows = kernels.norm_linear(x, routing.norm, kernels.pack_linear(torch.eye(96, dtype=BF16), None))
+    truth = rows.double() @ kept.double().T
+    assert (logits - truth).abs().max() < 2.0**-18 * truth.abs().max()
+    wanted, shares = choose(logits, routing)
+    assert torch.equal(index, wanted)
+    assert torch.allclose(weights, shares, rtol=1e-6)
+    for first, last in ((0, 0), (0, 1), (5, 30)):
+        alone = kernels.route(x[first:last], routing, 20)
+        assert all(
+            torch.equal(some, each[first:last]) for some, each in zip(alone, (logits, index, weights), strict=True)
+        )
 
 
 @pytest.mark.parametrize("width", [40, 64, 2000])

@@ -199,6 +199,10 @@ EXPERTS = {
         lambda right: lambda *rest: right(*rest) * 1.1,
         lambda right: lambda x, *rest: spoiled(right(x, *rest), slice(6, None), 0.0),
     ],
+    "route": [
+        lambda right: lambda x, routing, count: right(x, replace(routing, scale=2.0), count),
+        lambda right: lambda x, routing, count: right(-x, routing, count),
+    ],
     "gate_rows": [
         lambda right: lambda x, norm, w, wide: right(-x, norm, w, wide),
         lambda right: lambda x, *rest: spoiled(right(x, *rest), (-1, -1)),

@@ -108,6 +108,19 @@ def test_what_is_added_for_the_choice_stays_as_wide_as_it_is(tmp_path):
         assert torch.equal(found.routing.selection_bias, values)
 
 
+def test_a_router_of_float32_is_not_rounded():
+    path, name = shared_checkpoint("ernie4_5_moe"), "model.layers.1.mlp.gate.weight"
+    stored, kernels = load_file(path / "model.safetensors")[name], cpu_kernel_set(1)
+    for ops in (REFERENCE, kernels):
+        model = Model(path, dtype=torch.bfloat16, kernels=ops)
+        weight = next(op for op in model.decoder._weights.program if isinstance(op, MixExperts)).routing.weight
+        if ops is REFERENCE:
+            assert torch.equal(weight.weight, stored)
+        else:  # the sum of three matrices of bfloat16
+            parts = kernels.linear(torch.eye(64).bfloat16(), weight, True).T.view(3, 6, 64)
+            assert torch.equal(parts[2] + parts[1] + parts[0], stored)
+
+
 @pytest.mark.parametrize(
     ("family", "more"),
     [

@@ -25,6 +25,7 @@ from quire_engine.execution.models.fallback import proof
 from quire_engine.execution.models.fallback.interface import _attend
 from quire_engine.execution.models.fallback.model_class import OURS, ModelClass, model_class
 from quire_engine.execution.models.fallback.products import FusedExperts
+from quire_engine.execution.models.fallback.routers import FusedRouter, form_of
 from quire_engine.execution.models.fallback.states import COPIES, States
 from quire_engine.memory_plan import plan_text
 from quire_engine.scheduling.gate import check_request
@@ -109,6 +110,46 @@ def test_experts_whose_activation_the_kernels_have_are_one_op(model_type: str, i
     found = [module.__dict__["quire_experts"] for module in model.modules() if "quire_experts" in module.__dict__]
     assert found
     assert {isinstance(each, FusedExperts) for each in found} == {is_one}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "is_one"),
+    [
+        ("deepseek_v3", "bfloat16", True),
+        ("deepseek_v3", "float32", True),
+        ("ernie4_5_moe", "float32", True),
+        ("ernie4_5_moe", "bfloat16", False),  # its weights are rounded to bfloat16
+        ("gpt_oss", "float32", True),
+        ("qwen3_moe", "bfloat16", False),  # its logits are bfloat16
+    ],
+)
+def test_routers_that_choose_as_the_kernels_do_are_one_op(model_type: str, dtype: str, is_one: bool):
+    steps = FallbackSteps(checkpoint(model_type), dtype=dtype)
+    found = [module for module in steps.model._model.modules() if type(module).__name__.endswith("Router")]
+    assert found
+    assert {isinstance(each, FusedRouter) for each in found} == {is_one}
+
+
+def test_a_router_that_differs_stays_as_it_is():
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
+
+    config = tiny("deepseek_v3").config
+    with torch.device("meta"):
+        router = modeling.DeepseekV3TopkRouter(config)
+    assert form_of(router, config, torch.float32) is not None
+
+    class Rounding(modeling.DeepseekV3TopkRouter):
+        def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            logits, weights, index = super().forward(hidden_states)
+            return logits, weights * 1.01, index
+
+    class Failing(modeling.DeepseekV3TopkRouter):
+        def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            raise KeyError(hidden_states)
+
+    for kind in (Rounding, Failing):
+        router.__class__ = kind
+        assert form_of(router, config, torch.float32) is None
 
 
 def test_quantized_experts_take_a_quarter(tmp_path: Path):

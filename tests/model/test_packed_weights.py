@@ -97,6 +97,9 @@ def weights(built: BuiltEngine) -> dict[str, torch.Tensor]:
                 found[f"{place} norm"] = value.weight
             elif isinstance(value, Routing):
                 matrices[f"{place} router"] = value.weight
+                beside = {"bias": value.selection_bias, "scales": value.expert_scales}
+                beside["norm"] = None if value.norm is None else value.norm.weight
+                found |= {f"{place} {name}": tensor for name, tensor in beside.items() if tensor is not None}
             elif isinstance(value, ExpertMatrices):
                 matrices |= {f"{place} gate and up": value.gate_up, f"{place} down": value.down}
             elif isinstance(value, torch.Tensor):
@@ -113,6 +116,22 @@ def wait_for_file(folder: Path) -> Path:
             return found[0]
         time.sleep(0.01)
     raise TimeoutError
+
+
+# With what is added for the choice in float32; with a router of float32; with scales of experts, beside an MLP.
+@pytest.mark.parametrize("family", ["glm4_moe", "ernie4_5_moe", "gemma4_moe"])
+def test_what_rows_choose_by_is_kept(family, tmp_path, fd):
+    path, folder = shared_checkpoint(family), tmp_path / "packed"
+    plain, _ = started(path, None)
+    started(path, folder, fd)
+    wait_for_file(folder)
+    mapped, words = started(path, folder, fd)
+    assert phases(words) == ["preparing", "mapping weights"]
+    expected, got = weights(plain), weights(mapped)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert any(name.endswith(("bias", "scales")) for name in expected)
+    assert tokens(mapped) == tokens(plain)
 
 
 @pytest.mark.parametrize("form", ["awq", "W8A16", "fp8 by row"])

@@ -106,7 +106,7 @@ def test_every_format_that_a_set_has_is_checked(monkeypatch):
     )
     products |= {"linear_add", "logits", "norm_add"}
     # Of a model without them in the first set and the quantised ones alone.
-    experts = {"mix_experts", "given_experts", "gate_rows"}
+    experts = {"mix_experts", "given_experts", "gate_rows", "route"}
     found = chosen("auto", monkeypatch)
     assert found[("cpu", "bfloat16", "", "auto")] == pools | products | experts | {"greedy", "bind_layers"}
     for quantization in ("int8", "int4"):

@@ -238,6 +238,7 @@ struct Call {
   const bf16* x;
   int64_t m, width, top_k;
   const Norm* norm;
+  int64_t logits;  // of a row, from the router
 };
 
 // out = the weighted sum of a row's experts, in the order of their ranks; with a residual, that and `scale` times the
@@ -282,7 +283,7 @@ Arrays arrays_of(Context& context, const Call& call) {
     groups = sums_per_row<Kind>(w);
   });
   Places places;
-  const int64_t normed = places.take(call.m * call.width * 2), logits = places.take(call.m * count * 4);
+  const int64_t normed = places.take(call.m * call.width * 2), logits = places.take(call.m * call.logits * 4);
   const int64_t index = places.take(number * 4), weights = places.take(number * 4);
   const int64_t starts = places.take((count + 1) * 8), order = places.take(number * 4);
   const int64_t place = places.take(number * 4), hit = places.take(count * 4), offsets = places.take(count * 8);
@@ -357,13 +358,38 @@ void multiply_and_sum(Context& context, const Call& call, Arrays* arrays, float 
            [&](int, int64_t row) { sum_row(call, pairs, found, arrays->weights, row, scale, residual, out); });
 }
 
+// The experts of rows and their weights, [m, top_k] each, through their logits [m, weight->n].
+int32_t choose_experts(Context* context, const Routing& routing, int64_t count, const bf16* rows, int64_t m,
+                       float* logits, int32_t* index, float* weights) {
+  const int64_t n = routing.weight->n;
+  const int32_t failed =
+      quire_norm_linear(context, routing.weight, rows, m, routing.norm, logits, Epilogue::kStoreFloat, nullptr, -1);
+  if (failed != 0) return failed;
+  return guarded(context, [&] {
+    context->reserve_own(static_cast<size_t>(routing_floats(count)) * sizeof(float));
+    each_row(context->pool, m, n, [&](int worker, int64_t row) {
+      float* own = logits + row * n;
+      for (int64_t part = count; part < n; part += count) {
+        for (int64_t i = 0; i < count; ++i) own[i] += own[part + i];
+      }
+      float* scratch = reinterpret_cast<float*>(context->own[static_cast<size_t>(worker)].data());
+      route_row(routing, own, count, scratch, index + row * routing.top_k, weights + row * routing.top_k);
+    });
+  });
+}
+
 }  // namespace
+
+QUIRE_API int32_t quire_route(Context* context, const Routing* routing, int64_t count, const bf16* x, int64_t m,
+                              float* logits, int32_t* index, float* weights) {
+  return m == 0 ? 0 : choose_experts(context, *routing, count, x, m, logits, index, weights);
+}
 
 QUIRE_API int32_t quire_mix_experts(Context* context, const Routing* routing, const Experts* experts, const bf16* x,
                                     int64_t m, const Norm* norm, float scale, const bf16* residual, bf16* out) {
   if (m == 0) return 0;
   const int64_t width = experts->gate_up->columns, count = experts->count;
-  const Call call{*experts, x, m, width, routing->top_k, norm};
+  const Call call{*experts, x, m, width, routing->top_k, norm, routing->weight->n};
   Arrays arrays;
   int32_t failed = guarded(context, [&] {
     arrays = arrays_of(*context, call);
@@ -371,25 +397,16 @@ QUIRE_API int32_t quire_mix_experts(Context* context, const Routing* routing, co
   });
   if (failed == 0) {
     const bf16* own = routing->norm == nullptr ? arrays.normed : x;
-    failed = quire_norm_linear(context, routing->weight, own, m, routing->norm, arrays.logits, Epilogue::kStoreFloat,
-                               nullptr, -1);
+    failed = choose_experts(context, *routing, count, own, m, arrays.logits, arrays.index, arrays.weights);
   }
   if (failed != 0) return failed;
-  return guarded(context, [&] {
-    context->reserve_own(static_cast<size_t>(routing_floats(count)) * sizeof(float));
-    each_row(context->pool, m, count, [&](int worker, int64_t row) {
-      float* scratch = reinterpret_cast<float*>(context->own[static_cast<size_t>(worker)].data());
-      route_row(*routing, arrays.logits + row * count, count, scratch, arrays.index + row * call.top_k,
-                arrays.weights + row * call.top_k);
-    });
-    multiply_and_sum(*context, call, &arrays, scale, residual, out);
-  });
+  return guarded(context, [&] { multiply_and_sum(*context, call, &arrays, scale, residual, out); });
 }
 
 QUIRE_API int32_t quire_given_experts(Context* context, const Experts* experts, const bf16* x, int64_t m, int64_t top_k,
                                       const int64_t* index, const float* weights, bf16* out) {
   return guarded(context, [&] {
-    const Call call{*experts, x, m, experts->gate_up->columns, top_k, nullptr};
+    const Call call{*experts, x, m, experts->gate_up->columns, top_k, nullptr, 0};
     Arrays arrays = arrays_of(*context, call);
     prepare_rows(*context, call, &arrays);
     for (int64_t i = 0; i < m * top_k; ++i) {

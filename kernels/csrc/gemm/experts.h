@@ -18,7 +18,7 @@ enum class Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
 // largest values have the largest sum. They weigh their scores, divided where `normalised` by the sum of the chosen
 // ones, of at least `least_sum` and with `epsilon`, times `scale`, times the expert's own scale.
 struct Routing {
-  const Linear* weight;         // columns -> experts
+  const Linear* weight;         // columns -> experts, or several times as many, whose logits are added up
   const float* selection_bias;  // [experts], or null
   const float* expert_scales;   // [experts], or null
   const Norm* norm;             // of the router's own rows; null: it reads those that the experts read

@@ -6,6 +6,7 @@ know: requests.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import addressof, byref
 
 import torch
@@ -18,6 +19,7 @@ from quire_kernels.cpu.signatures import ExpertsArgs, RoutingArgs
 from quire_kernels.cpu.stored import STACKED
 from quire_kernels.kernel_set import ExpertMatrices, Norm, Routing, Scoring, expert_rows
 
+_MOST_PARTS = 3  # of a router of float32, whose 24 bits are three times the 8 of bfloat16
 # `enum class Scoring`.
 _SCORINGS: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}
 
@@ -31,6 +33,7 @@ class ExpertOps:
         self._mix = context.library.quire_mix_experts
         self._given = context.library.quire_given_experts
         self._gate = context.library.quire_gate_rows
+        self._route = context.library.quire_route
 
     def mix_experts(  # noqa: PLR0917 - the op's contract
         self,
@@ -50,7 +53,7 @@ class ExpertOps:
         out = torch.empty_like(x) if residual is None else residual
         failed = self._mix(
             self._handle,
-            byref(routing_args(routing, experts, width)),
+            byref(routing_args(routing, experts.count, width)),
             byref(experts_args(experts, width)),
             x.data_ptr(),
             rows,
@@ -84,6 +87,26 @@ class ExpertOps:
             raise MemoryError(f"mixing the experts of {rows} rows")
         return out
 
+    def route(self, x: Tensor, routing: Routing, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        x = rows_of(x, routing.weight.num_inputs)
+        rows, width = x.shape
+        logits = torch.empty(rows, routing.weight.num_outputs)
+        index = torch.empty(rows, routing.top_k, dtype=torch.int32)
+        weights = torch.empty(rows, routing.top_k)
+        failed = self._route(
+            self._handle,
+            byref(routing_args(routing, count, width)),
+            count,
+            x.data_ptr(),
+            rows,
+            logits.data_ptr(),
+            index.data_ptr(),
+            weights.data_ptr(),
+        )
+        if failed:
+            raise MemoryError(f"choosing the experts of {rows} rows")
+        return logits[:, :count], index.long(), weights
+
     def gate_rows(self, x: Tensor, norm: Norm | None, w: PackedLinear, wide: Tensor) -> Tensor:
         if w.gate_up or w.num_outputs != 1:
             raise ValueError(f"a gate of rows has one output, not {w.num_outputs}")
@@ -98,12 +121,32 @@ class ExpertOps:
         return wide
 
 
-def routing_args(routing: Routing, experts: ExpertMatrices, width: int) -> RoutingArgs:
-    """The routing of rows of `width` for C++; the tensors are the caller's to keep."""
-    routing.check(experts.count)
+def router_packer(pack: Callable[[Tensor, Tensor | None], PackedLinear]) -> Callable[..., PackedLinear]:
+    """A packer of routers: one of float32 becomes matrices of bfloat16, one below the other, whose sum is exact."""
+
+    def packed(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        if weight.dtype is not torch.float32:
+            return pack(weight, bias)
+        parts, rest = [weight.bfloat16()], weight
+        for _ in range(_MOST_PARTS - 1):
+            rest = rest - parts[-1].float()
+            if not bool(rest.any()):
+                break
+            parts.append(rest.bfloat16())
+        if bias is not None:
+            bias = torch.cat([bias.bfloat16(), *[torch.zeros_like(bias, dtype=torch.bfloat16)] * (len(parts) - 1)])
+        return pack(torch.cat(parts), bias)
+
+    return packed
+
+
+def routing_args(routing: Routing, count: int, width: int) -> RoutingArgs:
+    """The routing of rows of `width` to so many experts for C++; the tensors are the caller's to keep."""
+    routing.check(count)
     weight, bias, scales = routing.weight, routing.selection_bias, routing.expert_scales
-    if (weight.num_inputs, weight.num_outputs, weight.gate_up) != (width, experts.count, False):
-        raise ValueError(f"the router must map {width} values to {experts.count} experts")
+    parts = weight.num_outputs // count
+    if (weight.num_inputs, weight.num_outputs, weight.gate_up) != (width, parts * count, False) or not parts:
+        raise ValueError(f"the router must map {width} values to {count} experts")
     norm = None if routing.norm is None else norm_args(routing.norm, width)
     found = RoutingArgs(
         weight=weight.address,

@@ -162,7 +162,7 @@ class CpuLayers:
                 norm = None if op.norm is None else self._norm(op.norm)
                 args = {"kind": _Kind.GATE_WIDE, "weight": op.weight.address, "norm": norm}
             case MixExperts():
-                block = routing_args(op.routing, op.experts, self._width), experts_args(op.experts, self._width)
+                block = routing_args(op.routing, op.experts.count, self._width), experts_args(op.experts, self._width)
                 self._blocks.append(block)
                 kind = _Kind.ADD_EXPERTS if op.to == "x" else _Kind.MIX_EXPERTS
                 args = {"kind": kind, "scale": op.scale, "norm": None if op.norm is None else self._norm(op.norm)}

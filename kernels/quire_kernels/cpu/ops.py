@@ -9,7 +9,7 @@ from functools import partial
 from quire_kernels.cpu.attention import CpuAttention, KVType
 from quire_kernels.cpu.choice import load_chosen
 from quire_kernels.cpu.context import Arena, Context
-from quire_kernels.cpu.experts import ExpertOps
+from quire_kernels.cpu.experts import ExpertOps, router_packer
 from quire_kernels.cpu.layers import CpuLayers
 from quire_kernels.cpu.library import OnCompiled
 from quire_kernels.cpu.linear import LinearOps
@@ -57,7 +57,8 @@ def cpu_kernel_set(
         linear_add=linear.linear_add,
         norm_add=linear.norm_add,
         linear=linear.linear,
-        pack_router=Packer(context, None, arena.allocate).linear,
+        pack_router=router_packer(Packer(context, None, arena.allocate).linear),
+        route=experts.route,
         mix_experts=experts.mix_experts,
         given_experts=experts.given_experts,
         gate_rows=experts.gate_rows,

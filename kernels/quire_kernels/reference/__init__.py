@@ -21,6 +21,7 @@ REFERENCE = KernelSet(
     norm_add=linear.norm_add,
     linear=linear.linear,
     pack_router=linear.pack_linear,
+    route=experts.route,
     mix_experts=experts.mix_experts,
     given_experts=experts.given_experts,
     gate_rows=experts.gate_rows,

@@ -16,10 +16,7 @@ def mix_experts(  # noqa: PLR0917 - the op's contract
     x: Tensor, norm: Norm | None, routing: Routing, experts: ExpertMatrices, scale: float, residual: Tensor | None
 ) -> Tensor:
     rows = by_tiles(lambda some: normed(some, norm), x) if len(x) else x
-    own = rows
-    if routing.norm is not None:
-        own = by_tiles(lambda some: normed(some, routing.norm), x) if len(x) else x
-    index, weights = choose(router_logits(own, routing.weight), routing)
+    _, index, weights = _routed(rows if routing.norm is None else x, routing)
     total = _weighted(rows, index, weights, experts)
     if residual is None:
         return total.to(x.dtype)
@@ -28,6 +25,19 @@ def mix_experts(  # noqa: PLR0917 - the op's contract
 
 def given_experts(x: Tensor, index: Tensor, weights: Tensor, experts: ExpertMatrices) -> Tensor:
     return _weighted(x, index, weights, experts).to(x.dtype)
+
+
+def route(x: Tensor, routing: Routing, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    routing.check(count)
+    return _routed(x, routing)
+
+
+def _routed(rows: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, chosen experts and weights."""
+    if routing.norm is not None and len(rows):
+        rows = by_tiles(lambda some: normed(some, routing.norm), rows)
+    logits = router_logits(rows, routing.weight)
+    return logits, *choose(logits, routing)
 
 
 def gate_rows(x: Tensor, norm: Norm | None, w: Linear, wide: Tensor) -> Tensor:

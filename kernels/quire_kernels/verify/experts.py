@@ -115,6 +115,8 @@ class ExpertChecks:
     def checks(self) -> Iterator[Check]:
         """All of them."""
         ops = [("given_experts", self._given), ("mix_experts", self._mixed)]
+        if self._subject.kernels.route is not None:
+            ops.append(("route", self._chooses))
         if self._subject.kernels.gate_rows is not None:
             ops.append(("gate_rows", self._gated))
         for op, run in ops:
@@ -162,6 +164,24 @@ class ExpertChecks:
             return together(
                 right, same(on_the_way, wanted, "rows that are normed on the way"), *self._alone(compute, found)
             )
+
+        return run
+
+    def _chooses(self, count: int) -> Callable[[], Outcome]:
+        def run() -> Outcome:
+            route, device = self._subject.kernels.route, self._subject.device
+            assert route is not None
+
+            def compute(first: int, last: int) -> tuple[Tensor, Tensor, Tensor]:
+                return route(self._x[first:last].to(device), self._routing, self._sizes.count)
+
+            _, index, weights = compute(0, count)
+            wanted, truth, error, sure = self._routed(count)
+            if not torch.equal(index.cpu()[sure], wanted[sure]):
+                return Outcome(problem=f"{index[sure].tolist()} are not the experts {wanted[sure].tolist()}")
+            bound = truth.abs() * torch.expm1(2 * error)
+            right = close(weights[sure.to(device)], truth[sure], bound[sure])
+            return together(right, *self._alone(lambda first, last: compute(first, last)[2], weights))
 
         return run
 

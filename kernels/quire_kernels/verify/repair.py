@@ -28,7 +28,16 @@ _FASTER = {
         "gate_rows",
     },
 }
-_ON_WEIGHTS = ("norm_linear", "norm_gate_up", "linear_add", "logits", "mix_experts", "given_experts", "gate_rows")
+_ON_WEIGHTS = (
+    "norm_linear",
+    "norm_gate_up",
+    "linear_add",
+    "logits",
+    "mix_experts",
+    "given_experts",
+    "gate_rows",
+    "route",
+)
 _ON_POOLS = ("kv_part", "rope_write", "attention")
 _ANYWHERE = ("embed", "norm_add")
 

@@ -100,6 +100,7 @@ _HARMLESS = frozenset(
         "model_name",
         "model_type",
         "moe_capacity",
+        "multi_token_pred_lambda",
         "name_or_path",
         "no_repeat_ngram_size",
         "num_beam_groups",
@@ -155,7 +156,7 @@ _ROPE_KEYS: dict[str, frozenset[str]] = {
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Of models that see too: what their other parts are made of, and the tokens that stand for images.
 _OF_OTHER_PARTS = re.compile(
-    "(vision|image|images|video|mm|boi|eoi|audio|multimodal|projector|spatial|downsample|deepstack)_.*"
+    "(vision|image|images|video|mm|boi|eoi|boa|eoa|audio|multimodal|projector|spatial|downsample|deepstack)_.*"
 )
 _PATTERNS = ("_sliding_window_pattern", "sliding_window_pattern")  # each nth layer is without a window
 _MOST_SHOWN = 60  # characters of a value in a message

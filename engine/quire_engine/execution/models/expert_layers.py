@@ -46,6 +46,8 @@ class ExpertLayers:
     def ops(self, prefix: str, known: ExpertsConfig, norm: Norm | None, after: Norm | None) -> Iterator[LayerOp]:
         """Experts in place of an MLP, and the shared one if there is one. `after`: a norm of what they give."""
         scale = self._config.residual_scale
+        if known.shared_inner and after is not None:  # no family has both
+            raise ModelLoadError(f"{self._config.architecture}: a norm behind shared experts is not supported")
         if known.shared_inner:
             yield from self._shared(prefix, known, norm)
         yield self._mix(prefix, prefix, known, norm, to_residual=after is None)
@@ -104,7 +106,7 @@ class ExpertLayers:
 
     def _routing(self, mlp: str, known: ExpertsConfig) -> Routing:
         source, entry = self._source, known.entry
-        weight = source.tensor(mlp + "gate.weight")
+        weight = source.tensor(mlp + "gate.weight", wide=entry.wide_router)
         bias = source.tensor(mlp + "gate.bias") if entry.biases else None
         routing = Routing(
             weight=self._router(weight, bias),

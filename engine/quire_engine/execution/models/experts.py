@@ -45,6 +45,11 @@ def is_expert(name: str) -> bool:
     return ".mlp.experts." in name
 
 
+def is_router(name: str) -> bool:
+    """Whether a tensor is the matrix that rows choose their experts by, or gate a shared one by."""
+    return name.endswith("gate.weight")
+
+
 def expert_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a layer's router, experts and what stands beside them; none where it has an MLP alone."""
     known, hidden = config.experts, config.hidden_size

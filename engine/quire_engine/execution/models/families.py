@@ -78,6 +78,7 @@ class Experts:
     # Experts beside the layer's MLP, both of which read x: the norms of what the MLP gives, before the experts, and of
     # what they give.
     beside_mlp: tuple[str, str, str] | None = None
+    wide_router: bool = False  # the router's weights are float32 in models of 16 bits too
     own_norm: bool = False  # the router norms x by a weight of its own, and every expert has a scale
     biases: bool = False  # of the router, and of every expert
     activation: Literal["swiglu_clamped"] | None = None  # None: the option's
@@ -529,6 +530,7 @@ _FAMILIES = (
             top_k="moe_k",
             default_top_k=6,
             selection_bias=True,
+            wide_router=True,
             least_sum="moe_norm_min",
             layers="between",
             shared="shared_experts",

@@ -21,7 +21,13 @@ from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.decoder import Decoder, Weights
 from quire_engine.execution.models.dequantising import decode_quantised
 from quire_engine.execution.models.expert_layers import ExpertLayers
-from quire_engine.execution.models.experts import expert_shapes, is_expert, most_expert_bytes, take_experts
+from quire_engine.execution.models.experts import (
+    expert_shapes,
+    is_expert,
+    is_router,
+    most_expert_bytes,
+    take_experts,
+)
 from quire_engine.execution.models.experts_config import ExpertsConfig
 from quire_engine.execution.models.gguf_tensors import take_gguf
 from quire_engine.execution.models.matrix_parts import Part, WeightSource
@@ -191,8 +197,11 @@ def most_image_bytes(config: ModelConfig, form: PackedForm, itemsize: int) -> in
     """An upper bound on the bytes of a model's image: matrices packed, the embedding, norms and biases as they are."""
     total = config.vocab_size * config.hidden_size * itemsize + ALIGNMENT
     total += most_expert_bytes(config, form)
-    for shape in (shape for name, shape in expected_shapes(config).items() if not is_expert(name)):
-        total += form.most_bytes(*shape) if len(shape) == 2 else shape[0] * max(itemsize, 4) + ALIGNMENT
+    for name, shape in expected_shapes(config).items():
+        if is_expert(name):
+            continue
+        plain = len(shape) == 1 or is_router(name)
+        total += math.prod(shape) * max(itemsize, 4) + ALIGNMENT if plain else form.most_bytes(*shape)
     for index, heads in enumerate(config.kv_heads):
         if config.keys_are_values(index):  # the rows of the keys are packed twice
             total += form.most_bytes(heads.values, config.hidden_size)

@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -31,8 +32,9 @@ from quire_engine.execution.models.fallback.products import (
     TiledMatrix,
     fused_activation,
 )
+from quire_engine.execution.models.fallback.routers import FusedRouter, bias_name, form_of
 from quire_engine.execution.models.matrix_parts import Part, WeightSource
-from quire_kernels.kernel_set import Activation, ExpertMatrices, KernelSet, LinearWeight, expert_rows
+from quire_kernels.kernel_set import Activation, ExpertMatrices, KernelSet, LinearWeight, Routing, expert_rows
 from quire_kernels.packed_form import PackedForm
 from quire_kernels.stored import StoredMatrix
 
@@ -258,6 +260,8 @@ class Loaded:
         self.num_parameters = sum(value.numel() for _, value in parameters(model, facts))
         self._name = {id(value): names[0] for names, value in parameters(model, facts)}
         self._tensors: dict[int, Tensor] = {}  # by the parameter that they replace
+        self._forms: dict[type, Routing | None] = {}  # of routers, by their class
+        self._routers: tuple[str, ...] = ()  # those that were replaced
 
     def fill(self, has_buffer: Callable[[str], bool]) -> None:
         """Load every parameter, and the buffers of the state that the checkpoint has."""
@@ -275,6 +279,10 @@ class Loaded:
                 self._replace(name, self._linear(module, name, wide=False))
             elif is_experts(module) and self._packs(module.down_proj):
                 self._experts(module, name)
+            elif _is_under(name, self._routers):
+                continue
+            elif (form := self._form(module)) is not None:
+                self._router(module, name, form, has_buffer)
             else:
                 self._own(module, name)
         self._buffers(has_buffer)
@@ -373,6 +381,35 @@ class Loaded:
         matrices = ExpertMatrices(count=count, inner=inner, gate_up=above, down=below, activation=activation)
         module.__dict__["quire_experts"] = FusedExperts(self._kernels, matrices)
         self._own(module, place)
+
+    def _form(self, module: nn.Module) -> Routing | None:
+        """How a router chooses; None: it is none, or none that the kernels compute."""
+        if self._kernels.route is None or not type(module).__name__.endswith("Router"):
+            return None
+        kind = type(module)
+        if kind not in self._forms:
+            self._forms[kind] = form_of(module, self._model.config.get_text_config(decoder=True), self._dtype)
+        return self._forms[kind]
+
+    def _router(self, module: Any, place: str, form: Routing, has_buffer: Callable[[str], bool]) -> None:
+        pack, source, added = self._kernels.pack_router, self._sources(self._dtype), None
+        if pack is None:
+            raise ModelLoadError(f"the {self._kernels.name} kernels choose no experts")
+        wide = self._dtype_of(module.weight) is torch.float32
+        weight = source.tensor(self._name[id(module.weight)], wide=wide)
+        bias = getattr(module, "bias", None)
+        bias = None if bias is None else source.tensor(self._name[id(bias)])
+        beside = bias_name(module)
+        if beside is not None:
+            holder, _, attribute = beside.rpartition(".")
+            values = getattr(module.get_submodule(holder), attribute)
+            full = self._name.get(id(values), f"{place}.{beside}")
+            there = id(values) in self._name or has_buffer(full)
+            added = (source.tensor(full, wide=True) if there else values.float()).flatten().contiguous()
+        routing = replace(form, weight=pack(weight, bias), selection_bias=added)
+        self.packed_bytes += weight.nbytes
+        self._routers = (*self._routers, place)
+        self._replace(place, FusedRouter(self._kernels, routing, len(weight), self._rows))
 
     def _own(self, module: nn.Module, place: str) -> None:
         """The module's own parameters as plain tensors, or as matrices that multiply in tiles."""
