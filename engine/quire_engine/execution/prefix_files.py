@@ -24,7 +24,7 @@ from quire_engine.execution.kv_storage import block_rows, bytes_of
 
 _log = logging.getLogger(__name__)
 MOST_WAITING = 1024  # blocks to write; more are left out
-_MOST_ARRIVED = 64 << 20  # bytes that are read and not taken yet
+_MOST_ARRIVED = 16 << 20  # bytes that are read and not taken yet: more would keep running streams from their next step
 _EVICTED_SHARE = 64  # with the bound met, one file of so many goes at a time, since finding the oldest reads all ages
 _PERIOD = 60  # seconds: uses within one count as simultaneous
 _NS, _DEPTH_NS = 1_000_000_000, 1_000
