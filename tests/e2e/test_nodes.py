@@ -21,6 +21,7 @@ import pytest
 from e2e.served import Served
 from e2e.served_node import ServedNode
 from replicas.__main__ import FLAGS, cpu_variant, replicas
+from replicas.nodes import proxies
 from replicas.streams import Said, differences, reached, streams
 from support.link_secrets import make_secrets
 
@@ -115,6 +116,25 @@ def test_a_stopped_node_is_given_up_and_two_fronts_share_the_nodes(
         assert "no sign of life" in server.log()
         ready(server, 2)
         ready(second, 2)
+
+
+def test_a_wire_that_is_cut_in_one_direction_is_noticed_from_the_other(nodes: list[ServedNode], alone: Any) -> None:
+    with ExitStack() as stack:
+        between = stack.enter_context(proxies(nodes))
+        engines = ",".join(str(each.address) for each in between)
+        front = stack.enter_context(Served("--engines", engines, *OF_FRONTS, "--replica-silence", "3"))
+        ready(front, 2)
+
+        async def cut(share: Callable[[], float]) -> None:
+            await reached(share, 0.3)
+            between[0].to_node = False
+
+        got = asyncio.run(streams(front.url, 40, cut))
+        assert not differences(alone[0][:40], got)
+        assert "no sign of life" in front.log()
+        between[0].heal()
+        between[0].end_connections()
+        ready(front, 2)
 
 
 def test_health_questions_and_orders_go_to_nodes(server: Served, nodes: list[ServedNode]) -> None:
