@@ -8,7 +8,7 @@ JOBS ?= 2
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
 .PHONY: help serve test kernel-test kernel-matrix schema-test draft-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim \
-  schedule-test emulated-test damage-test model-sweep hostile replica-test ray-test soak api-fuzz audit lock sbom check format bench headline \
+  schedule-test property-test model-matrix emulated-test damage-test model-sweep hostile replica-test ray-test soak api-fuzz audit lock sbom check format bench headline \
   clean
 
 HELP := \
@@ -26,6 +26,8 @@ HELP := \
   "schema-test    500 outputs under real JSON schemas" \
   "draft-test     5,000 answers with guessed tokens and without" \
   "schedule-test  the scheduler under random calls, at length; half an hour" \
+  "property-test  random replies and logs, at length; ten minutes" \
+  "model-matrix   further sizes of chunks and batches of the models; two minutes" \
   "damage-test    100,000 damaged files of weights; a quarter of an hour" \
   "emulated-test  the kernels for instruction sets that this CPU lacks" \
   "kernel-sim     the GPU's kernels without a GPU; half an hour" \
@@ -52,7 +54,7 @@ serve: $(VENV)/.serve
 # What every change needs, beside `make check`, which has the architecture's rules: under eight minutes on two cores. CI also runs
 # kernel-test.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not kernels and not e2e and not gpu and not sim and not image and not schemas and not drafts" \
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not kernels and not e2e and not gpu and not sim and not image and not schemas and not drafts and not matrix" \
 	  --ignore=tests/architecture $(ARGS)
 
 # The kernels on every instruction set that this machine has, by sanitizers and by Triton's interpreter.
@@ -62,6 +64,10 @@ kernel-test: $(VENV)/.dev
 # The same with every row of every cross product, instead of rows that have every pair of values.
 kernel-matrix: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "kernels and not gpu and not sim" tests/kernels $(ARGS)
+
+# Sizes of chunks and batches of the models for which others stand in `make test`.
+model-matrix: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "matrix and not gpu" tests/model $(ARGS)
 
 test-e2e: $(VENV)/.dev
 	PYTHON=$(BIN)/python tests/e2e/peers.sh
@@ -183,14 +189,19 @@ kernel-sim: $(VENV)/.dev .venv-oldest/.complete
 
 # The scheduler under random calls and against adversaries, at length: 300,000 steps and 40,000 runs, half an hour.
 schedule-test: $(VENV)/.dev
-	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 32 --timeout 3600 tests/property/test_*schedul*.py \
+	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 96 --timeout 3600 tests/property/test_*schedul*.py \
 	  tests/property/test_elder_bound.py tests/property/test_fair_machine.py tests/property/test_block_pool_machine.py \
 	  tests/property/test_cache_shares.py tests/property/test_swapping.py \
 	  tests/unit/engine/scheduling/test_forecast.py tests/unit/engine/scheduling/test_tenant_shares.py $(ARGS)
 
+# Random replies in every format of tool calls, and random schedules whose logs replay, at length; ten minutes.
+property-test: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 20 --timeout 3600 tests/property/test_reply_parser.py \
+	  tests/property/test_step_log_replay.py tests/property/test_beams.py $(ARGS)
+
 # Damaged files of weights: 100,000 of GGUF and of safetensors, each read or refused in one line; a quarter of an hour.
 damage-test: $(VENV)/.dev
-	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 100 --timeout 3600 \
+	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 500 --timeout 3600 \
 	  tests/property/test_damaged_files.py $(ARGS)
 
 # The kernels for instruction sets that this x86-64 CPU may lack, a minute or two each.

@@ -34,22 +34,26 @@ def model(request, tmp_path_factory) -> Model:
     return Model(path, dtype=dtype, num_blocks=500)
 
 
-def test_every_chunking_gives_the_same_logits(model):
+@pytest.mark.parametrize(
+    "chunks", [(1, 5, 16, 47), pytest.param((2, 3, 8, 15, 17, 31, 32, 63, 64), marks=pytest.mark.matrix)], ids=str
+)
+def test_every_chunking_gives_the_same_logits(model, chunks):
     token_ids = random_ids(LENGTH)
     whole = model.logits(token_ids)
-    for chunk in (1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 47, 63, 64):
+    for chunk in chunks:
         assert torch.equal(model.logits(token_ids, chunk, seed=chunk), whole), f"chunks of {chunk}"
 
 
-def test_32_sequences_together_are_32_sequences_alone(model):
+@pytest.mark.parametrize("count", [12, pytest.param(32, marks=pytest.mark.matrix)])
+def test_sequences_together_are_sequences_alone(model, count):
     """Mixed steps: sequences join at different steps, take slices of random sizes, and decode along the way."""
     source = random.Random(0)
-    sequences = [random_ids(source.randint(1, 120), seed=i) for i in range(32)]
+    sequences = [random_ids(source.randint(1, 120), seed=i) for i in range(count)]
     alone = [model.logits(ids, seed=i) for i, ids in enumerate(sequences)]
     model.kv.tensor.fill_(float("nan"))
     pool = model.blocks(seed=99)
     tables = [pool.take(len(ids)) for ids in sequences]
-    done, results, step = [0] * 32, [[] for _ in range(32)], 0
+    done, results, step = [0] * count, [[] for _ in range(count)], 0
     while any(done[i] < len(ids) for i, ids in enumerate(sequences)):
         step += 1
         items, indices = [], []

@@ -123,8 +123,8 @@ def play_all(num_runs: int) -> Counter[str]:
     return seen
 
 
-def test_searches_find_what_they_find_alone() -> None:
-    seen = play_all(NUM_RUNS)
+def test_searches_find_what_they_find_alone(request: pytest.FixtureRequest) -> None:
+    seen = play_all(NUM_RUNS * int(request.config.getoption("--times", 1)))
     wanted = ("copies", "failed", "stop", "length", "preempted", "preempted while some beams wait for others")
     assert min(seen[name] for name in wanted) > 10, seen
 

@@ -20,7 +20,7 @@ from quire_engine.scheduling.sequence import Group
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from support.limits import scheduler_config
 
-NUM_RUNS = 1000  # `make schedule-test` does many times as many
+NUM_RUNS = 320  # `make schedule-test` does many times as many
 
 
 class AnyVictim:
@@ -232,5 +232,5 @@ def test_holds_and_releases_break_no_bound(request: pytest.FixtureRequest) -> No
 
 def test_without_the_elder_rule_the_bound_breaks() -> None:
     """The negative control."""
-    broken = sum(worst_ratio(seed, with_elder=False) > 1.0 for seed in range(400))
-    assert broken >= 40
+    broken = sum(worst_ratio(seed, with_elder=False) > 1.0 for seed in range(120))
+    assert broken >= 12

@@ -17,10 +17,10 @@ from quire_server.text.parsing.formats import TOOL_FORMATS, tool_format
 from quire_server.text.parsing.reasoning import ThinkingMarks
 from support.parsed import Parsed, cut, parse, written
 
-TEXTS_PER_FORMAT = 1_000  # each at four cuts
+TEXTS_PER_FORMAT = 200  # each at four cuts; `make property-test` reads many times as many
 FORMATS = sorted({form.name for form in TOOL_FORMATS.values()})
 THOUGHTS = ThinkingMarks(start="<think>", end="</think>")
-thorough = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+thorough = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 CALLS = [
     '{"name": "get_weather", "arguments": {"city": "P\\"ar}is", "x": [1, {"a": "\\u00e9\\\\"}]}}',
@@ -109,10 +109,10 @@ def random_text(rng: random.Random, form: str) -> str:
 
 
 @pytest.mark.parametrize("form", sorted({form.read: form.name for form in TOOL_FORMATS.values()}.values()))
-def test_any_cut_gives_the_reply_of_the_whole_text(form: str) -> None:
-    num_calls = 0
+def test_any_cut_gives_the_reply_of_the_whole_text(form: str, request: pytest.FixtureRequest) -> None:
+    num_calls, num_texts = 0, TEXTS_PER_FORMAT * int(request.config.getoption("--times", 1))
     is_whole = tool_format(form).reads_thoughts  # its marks are no content
-    for number in range(TEXTS_PER_FORMAT):
+    for number in range(num_texts):
         rng = random.Random(f"{form} {number}")
         text = random_text(rng, form)
         marks, is_open, parallel = rng.choice([None, THOUGHTS]), rng.random() < 0.3, rng.random() < 0.7
@@ -134,7 +134,7 @@ def test_any_cut_gives_the_reply_of_the_whole_text(form: str) -> None:
         num_calls += len(whole.calls)
         # Nothing gets lost: without calls and thoughts the text is the content, to the last character.
         assert whole.calls or marks is not None or is_whole or whole.content == text, text
-    assert num_calls > TEXTS_PER_FORMAT / 10, "the texts hardly have calls"
+    assert num_calls > num_texts / 10, "the texts hardly have calls"
 
 
 places = st.lists(st.integers(0, 400), max_size=12)

@@ -25,7 +25,7 @@ from support.limits import scheduler_config
 from support.scheduler_model import check_prompt_logprobs, policies, shrunk_to_fit, truly_resumed
 from support.seeds import naming
 
-NUM_RUNS = 1200  # `make schedule-test` does many times as many
+NUM_RUNS = 400  # `make schedule-test` does many times as many
 
 
 class Ahead:
@@ -223,9 +223,9 @@ class StaleIds(FakeExecutor):
 @pytest.mark.parametrize("executor", [OutOfOrder, EarlyReuse, StaleIds])
 def test_a_planted_fault_is_found(executor: type[FakeExecutor]) -> None:
     found = 0
-    for seed in range(300):
+    for seed in range(60):
         try:
             Ahead(seed, lambda size: executor(size, max_in_flight=2)).play()
         except (CorruptKV, AssertionError):
             found += 1
-    assert found > 10
+    assert found > 2

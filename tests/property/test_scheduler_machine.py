@@ -34,7 +34,7 @@ from support.scheduler_model import (
     work_left,
 )
 
-NUM_EXAMPLES = 150  # `make schedule-test` draws many times as many
+NUM_EXAMPLES = 50  # `make schedule-test` draws many times as many
 NUM_STEPS = 50
 
 

@@ -33,7 +33,7 @@ from support.limits import scheduler_config
 from support.scheduler_model import feasible
 
 Line = dict[str, Any]
-NUM_RUNS = 50  # for a long run raise it
+NUM_RUNS = 12  # of each kind; `make property-test` does many times as many
 PLAN = ("step_id", "slices", "copies", "swaps", "decisions", "running", "waiting", "blocks_used", "starved", "beams")
 
 
@@ -218,8 +218,12 @@ def plans(lines: list[Line]) -> list[dict[str, Any]]:
     return [{name: line[name] for name in PLAN} for line in lines if line["kind"] == "step"]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_a_log_replays_to_the_same_plans:
+        metafunc.parametrize("seed", range(NUM_RUNS * int(metafunc.config.getoption("--times", 1))))
+
+
 @pytest.mark.parametrize("kind", [Traffic, Guessing])
-@pytest.mark.parametrize("seed", range(NUM_RUNS))
 def test_a_log_replays_to_the_same_plans(seed: int, kind: type[Traffic], tmp_path: Path) -> None:
     traffic = kind(seed)
     lines = lines_of(traffic.scheduler)

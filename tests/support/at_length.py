@@ -1,6 +1,7 @@
 """Runs tests of random schedules for longer: `pytest -p support.at_length --times 20 tests/property/...`.
 
-Promises: a state machine draws so many times its examples; tests that ask for the option do so many times their runs.
+Promises: state machines and tests of drawn values draw so many times their examples; tests that ask for the option do
+so many times their runs.
 Must not know: any test.
 """
 
@@ -20,3 +21,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         usual = getattr(case, "settings", None)
         if isinstance(usual, hypothesis.settings):
             case.settings = hypothesis.settings(usual, max_examples=usual.max_examples * times)
+    for drawn in {item.function for item in items if isinstance(item, pytest.Function) and item.cls is None}:
+        if hypothesis.is_hypothesis_test(drawn):
+            usual = drawn._hypothesis_internal_use_settings  # where `settings` keeps it
+            more = hypothesis.settings(usual, max_examples=usual.max_examples * times)
+            drawn._hypothesis_internal_use_settings = more
