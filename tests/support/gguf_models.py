@@ -29,11 +29,11 @@ ARCHITECTURES = {
     **{"gemma3": "gemma3", "phi3": "phi3", "granite": "granite", "smollm3": "smollm3", "olmo2": "olmo2"},
     **{"olmo3": "olmo2", "glm4": "glm4", "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "cohere": "command-r"},
     **{"cohere2": "cohere2", "exaone4": "exaone4", "qwen3_moe": "qwen3moe", "mixtral": "llama"},
-    **{"olmoe": "olmoe", "gpt_oss": "gpt-oss"},
+    **{"olmoe": "olmoe", "gpt_oss": "gpt-oss", "qwen2_moe": "qwen2moe"},
 }
 _PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral"}
 _SHIFTED = {"gemma2", "gemma3"}
-_EXPERTS = {"qwen3_moe", "mixtral", "olmoe", "gpt_oss"}
+_EXPERTS = {"qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gpt_oss"}
 Kinds = Callable[[str, tuple[int, ...]], str]
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -120,7 +120,7 @@ def _store(  # noqa: PLR0917 - what a tensor depends on
         data = value.contiguous().view(torch.uint8).numpy().tobytes()
         means = torch.empty(tuple(tensor.shape))
         means[torch.from_numpy(order)] = value.float() - shift
-        return Stored(new, kind, tuple(tensor.shape), data), means
+        return Stored(new, kind, tuple(tensor.squeeze().shape), data), means  # as the converter has it
     blocks = random_blocks(kind, tensor.shape[0], tensor.shape[1], random)
     means = torch.empty(tuple(tensor.shape))
     means[torch.from_numpy(order)] = torch.from_numpy(numbers(kind, blocks))
@@ -203,7 +203,9 @@ def metadata_of(config: Mapping[str, Any], family: str) -> dict[str, Any]:
     if family in _EXPERTS:
         count = config.get("num_local_experts") or config["num_experts"]
         found |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
-    if family in {"qwen3_moe", "gpt_oss"}:
+    if "shared_expert_intermediate_size" in config:
+        found["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
+    if family in {"qwen2_moe", "qwen3_moe", "gpt_oss"}:
         inner = config.get("moe_intermediate_size", config["intermediate_size"])
         found["expert_feed_forward_length"] = inner
     scales = {

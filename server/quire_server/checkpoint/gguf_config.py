@@ -292,6 +292,18 @@ def _qwen3moe(reader: _Reader) -> Config:
     }
 
 
+def _qwen2moe(reader: _Reader) -> Config:
+    reader.only("expert_weights_norm", False)
+    return {
+        **_experts(reader),
+        "qkv_bias": reader.has_tensor("blk.0.attn_q.bias"),
+        "num_experts": reader.integer("expert_count"),
+        "moe_intermediate_size": reader.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": reader.integer("expert_shared_feed_forward_length"),
+        "norm_topk_prob": False,
+    }
+
+
 def _olmoe(reader: _Reader) -> Config:
     reader.only("expert_weights_norm", False)
     reader.only("attention.clamp_kqv", 0.0)
@@ -415,7 +427,7 @@ class _Architecture:
     interleaved: bool = False  # rows of queries and keys, by llama.cpp's converter
 
 
-_WITH_EXPERTS = ("llama.", "qwen3moe.", "olmoe.", "gpt-oss.")
+_WITH_EXPERTS = ("llama.", "qwen2moe.", "qwen3moe.", "olmoe.", "gpt-oss.")
 _ARCHITECTURES = {
     "llama": _Architecture("LlamaForCausalLM", _llama, interleaved=True),
     "mistral3": _Architecture("MistralForCausalLM", lambda _: {"sliding_window": None}, interleaved=True),
@@ -433,6 +445,7 @@ _ARCHITECTURES = {
     "command-r": _Architecture("CohereForCausalLM", _cohere),
     "cohere2": _Architecture("Cohere2ForCausalLM", _cohere2),
     "exaone4": _Architecture("Exaone4ForCausalLM", _of_windows),
+    "qwen2moe": _Architecture("Qwen2MoeForCausalLM", _qwen2moe),
     "qwen3moe": _Architecture("Qwen3MoeForCausalLM", _qwen3moe),
     "olmoe": _Architecture("OlmoeForCausalLM", _olmoe),
     "gpt-oss": _Architecture("GptOssForCausalLM", _gpt_oss),

@@ -41,6 +41,7 @@ _SLOTS = {
 }
 # One tensor for all experts of a layer, of rows as each one multiplies.
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_SHARED_GATE = "ffn_gate_inp_shexp"  # one row, which may be stored as such
 # What the configuration was derived from already.
 _DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -60,6 +61,9 @@ def take_gguf(checkpoint: Checkpoint, config: ModelConfig) -> None:
         if config.experts is not None and _divide_experts(checkpoint, stored, kind, shape, config.experts.count):
             continue
         name = _name(stored, slots)
+        if _SHARED_GATE in stored and kind in PLAIN and len(shape) == 1:
+            checkpoint.decode(name, {"row": stored}, (1, *shape), lambda parts: parts["row"].unsqueeze(0))
+            continue
         order = _stored_rows(name, shape, config)
         is_norm = config.family.norm_form == "offset" and name.endswith("norm.weight")
         if kind in DECODED or order is not None or is_norm:
@@ -80,6 +84,10 @@ def _slots(config: ModelConfig) -> dict[str, str]:
     found = _SLOTS | {slot: name for slot, name in places.items() if name is not None}
     if "gate_up" in config.family.fused:
         found["ffn_up"] = "mlp.gate_up_proj"
+    if config.experts is not None and config.experts.shared_inner:
+        entry = config.experts.entry
+        found |= {f"ffn_{each}_shexp": f"mlp.{entry.shared}.{each}_proj" for each in ("gate", "up", "down")}
+        found[_SHARED_GATE] = f"mlp.{entry.shared_gate}"
     return found
 
 
