@@ -13,6 +13,7 @@ The module is imported by Ray alone: put its folder on the PYTHONPATH of the clu
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 import signal
@@ -110,9 +111,11 @@ class Registry:
         self._fronts: dict[str, tuple[str, int, float]] = {}  # by front: its URL, the nodes that it wants, until when
 
     def renew_node(self, name: str, address: str) -> int:
-        """The node serves at the address; returns how many nodes the fronts want, 0 if none has said so."""
-        self._nodes[name] = address, time.monotonic() + LEASE_SECONDS
-        return max((wanted for _, wanted, until in self._fronts.values() if until > time.monotonic()), default=0)
+        """The node serves at the address; returns how many nodes all fronts want together, -1 if none has said so."""
+        now = time.monotonic()
+        self._nodes[name] = address, now + LEASE_SECONDS
+        said = [wanted for _, wanted, until in self._fronts.values() if until > now and wanted >= 0]
+        return sum(said) if said else -1
 
     def drop_node(self, name: str) -> None:
         """The node ends."""
@@ -233,7 +236,7 @@ class QuireNode:
     def __init__(self, given: dict[str, Any]) -> None:
         settings = Settings.model_validate(given)
         self._registry, self._name = registry_of(settings), os.urandom(8).hex()
-        self._wanted = 0
+        self._wanted = -1
         host = settings.node_host or ray.util.get_node_ip_address()
         shown = f"[{host}]" if ":" in host else host
         program = [sys.executable, "-P", "-m", "quire_server.cli", "engine", "--listen", f"{shown}:0"]
@@ -243,7 +246,6 @@ class QuireNode:
         self._address = self._child.wait_for(_LISTENS, settings.nodes.start_seconds)[1]
         self._child.wait_for(_READY, settings.nodes.start_seconds)
         self._renewal = Renewal(self._renew)
-        self._renew()
 
     def _renew(self) -> None:
         if self._child.is_running:
@@ -255,7 +257,7 @@ class QuireNode:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What the policy of `autoscaling` reads."""
-        return {"wanted": float(self._wanted)}
+        return {"wanted": float(self._wanted)} if self._wanted >= 0 else {}
 
     def check_health(self) -> None:
         """Serve replaces a node whose process has ended; what its engine does is its own supervisor's affair."""
@@ -280,7 +282,7 @@ class QuireFront:
         self._folder = tempfile.TemporaryDirectory(prefix="quire-front-")
         self._engines = Path(self._folder.name) / "engines"
         self._written: list[str] = []
-        self._url, self._wanted = "", 0
+        self._url, self._wanted = "", -1
         self._session: aiohttp.ClientSession | None = None
         self._write(self._first_nodes())
         host = settings.fronts.host
@@ -290,15 +292,16 @@ class QuireFront:
         self._child = Child([*program, *place, *settings.flags, *settings.fronts.flags, *model], settings.drain_seconds)
         self._url = self._child.wait_for(_SERVES, settings.nodes.start_seconds)[1]
         self._renewal = Renewal(self._renew)
-        self._renew()
 
     def _first_nodes(self) -> list[str]:
         """The nodes' addresses, when there is one: Serve starts nodes and fronts at the same time."""
         deadline = time.monotonic() + self._settings.nodes.start_seconds
         while time.monotonic() < deadline:
-            found: list[str] = ray.get(self._registry.renew_front.remote(self._name, "", 0), timeout=LEASE_SECONDS * 5)
-            if found:
-                return found
+            with suppress(ray.exceptions.GetTimeoutError):  # the actor begins at the same time
+                asked = self._registry.renew_front.remote(self._name, "", -1)
+                found: list[str] = ray.get(asked, timeout=LEASE_SECONDS)
+                if found:
+                    return found
             time.sleep(LEASE_SECONDS / 4)
         raise RuntimeError(f"no node was ready after {self._settings.nodes.start_seconds:g} s")
 
@@ -359,26 +362,30 @@ def _wanted(url: str) -> int:
     with urlopen(f"{url}/metrics", timeout=LEASE_SECONDS) as answer:
         text = answer.read().decode()
     found = re.search(r"^quire_replicas_wanted(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE)
-    return int(float(found[1])) if found else 0
+    return int(float(found[1])) if found else -1
+
+
+def as_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """So many nodes as the fronts want; Serve holds it within the bounds. Called in Serve's controller."""
+    reports = (context.aggregated_metrics or {}).get("wanted", {}).values()
+    return math.ceil(max(reports, default=context.target_num_replicas)), {}
 
 
 def build(given: dict[str, Any]) -> serve.Application:
     """The application of Serve's file. Raises pydantic's ValidationError for unknown or wrong `args`."""
     settings = Settings.model_validate(given)
 
-    def as_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """So many nodes as the fronts want; Serve holds it within the bounds.
-
-        A closure, which Ray sends as it is: Serve's controller need not have this module.
-        """
-        wanted = [value for value in (context.aggregated_metrics or {}).get("wanted", {}).values() if value]
-        return int(max(wanted, default=context.target_num_replicas)), {}
-
     nodes, fronts = settings.nodes, settings.fronts
     node_options: dict[str, Any] = {"num_replicas": nodes.number}
     if nodes.most is not None:
         scaling = AutoscalingConfig(
-            min_replicas=nodes.number, max_replicas=nodes.most, policy=AutoscalingPolicy(policy_function=as_wanted)
+            min_replicas=nodes.number,
+            max_replicas=nodes.most,
+            policy=AutoscalingPolicy(policy_function=as_wanted),
+            upscale_delay_s=2.0,  # the wish itself waits before it falls
+            downscale_delay_s=10.0,
+            look_back_period_s=5.0,
+            metrics_interval_s=1.0,
         )
         node_options = {"autoscaling_config": scaling}
     common = {
@@ -401,7 +408,11 @@ def build(given: dict[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": fronts.cpus},
         **common,
     )
-    return front.bind(given, node.bind(given))
+    # Each gets what concerns it alone, so that Serve does not replace fronts because nodes have changed.
+    of_both = settings.model_dump(exclude={"nodes", "fronts", "proxied"})
+    own = {"start_seconds": nodes.start_seconds}
+    of_front = {**of_both, "fronts": fronts.model_dump(), "proxied": settings.proxied, "nodes": own}
+    return front.bind(of_front, node.bind({**of_both, "nodes": nodes.model_dump(exclude={"number", "most"})}))
 
 
 def _tether(drain_seconds: float, argv: Sequence[str]) -> int:

@@ -249,15 +249,41 @@ def test_nodes_that_are_not_renewed_are_dropped(monkeypatch: pytest.MonkeyPatch)
     now = 100.0
     monkeypatch.setattr(ray_serve.time, "monotonic", lambda: now)
     registry = ray_serve.Registry()
-    assert registry.renew_node("a", "10.0.0.1:1") == 0
+    assert registry.renew_node("a", "10.0.0.1:1") == -1
     assert registry.renew_front("f", "http://10.0.0.9:8000", 3) == ["10.0.0.1:1"]
     now += 1.5
+    registry.renew_front("h", "", -1)  # it starts
     assert registry.renew_node("b", "10.0.0.2:1") == 3
+    registry.renew_front("h", "http://10.0.0.7:8000", 2)
+    assert registry.renew_node("b", "10.0.0.2:1") == 5
     now += 1.0
     assert registry.renew_front("g", "http://10.0.0.8:8000", 1) == ["10.0.0.2:1"]
+    now += 1.5
+    registry.renew_front("g", "http://10.0.0.8:8000", 1)
+    registry.renew_node("b", "10.0.0.2:1")
     assert registry.fronts() == ["http://10.0.0.8:8000"]
     registry.drop_node("b")
     assert registry.renew_front("g", "http://10.0.0.8:8000", 1) == []
+
+
+@pytest.mark.timeout(900)
+def test_nodes_are_added_as_the_fronts_want(cluster: Cluster, expected: list[Any]) -> None:
+    cluster.deploy(drain_seconds=20, nodes={"number": 1, "most": 2}, registry="another")  # fronts that want nothing yet
+    cluster.until(lambda: cluster.ready() == 1, "one node to be left")
+    stop = threading.Event()
+
+    def ask_on(number: int) -> None:
+        while not stop.is_set():
+            assert stream(cluster.url, number) == expected[number]
+
+    with ThreadPoolExecutor(STREAMS) as pool:
+        asked = [pool.submit(ask_on, number) for number in range(STREAMS)]
+        try:
+            cluster.until(lambda: cluster.ready() == 2, "a second node under load")
+        finally:
+            stop.set()
+        for each in asked:
+            each.result()
 
 
 def test_the_commands_of_the_page_are_those_that_run_here(cluster: Cluster) -> None:
