@@ -38,6 +38,7 @@ enum class LayerOpKind : int32_t {
   kNormAdd = 8,       // x = (x + the normed y) * scale
   kAddExperts = 9,    // x += scale * the experts of the normed x
   kMixExperts = 10,   // y = the experts of the normed x
+  kGateMixed = 11,    // mixed *= sigmoid(weight of the normed x); what q holds is gone
   kGateWide = 12,     // wide *= sigmoid(the one value that weight gives for the normed x)
   kNormHold = 13,     // held = the normed y
   kNormHoldAdd = 14,  // held += the normed y
@@ -127,6 +128,9 @@ QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16
 // residual [m, columns] = (residual + the normed y [m, columns]) * scale.
 QUIRE_API int32_t quire_norm_add(Context* context, const bf16* y, int64_t m, int64_t columns, const Norm* norm,
                                  float scale, bf16* residual);
+
+// x [m, columns] *= sigmoid(gate [m, columns]).
+QUIRE_API int32_t quire_mul_sigmoid(Context* context, const bf16* gate, int64_t m, int64_t columns, bf16* x);
 
 // x [m, columns] bf16 -> norm, or none -> the experts that each row chooses -> out [m, columns] bf16: residual + scale
 // * their weighted sum, or without a residual the sum alone. `out` may be `residual`, and either may be `x`.

@@ -355,6 +355,17 @@ class Attend:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GateMixed:
+    """mixed = mixed * sigmoid(the projection of the normed x): attention's output gate.
+
+    Its rows are those that are left: x is what attention's projections read, until attention is added to it.
+    """
+
+    norm: Norm | None
+    weight: LinearWeight  # H -> Hq * D
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAdd:
     """x = x + scale * the projection of `source`."""
 
@@ -415,6 +426,7 @@ LayerOp = (
     | RopeWrite
     | KeepSampled
     | Attend
+    | GateMixed
     | LinearAdd
     | Project
     | NormAdd
@@ -482,6 +494,8 @@ class KernelSet:
         residual + scale * projection. For O and down. May reuse residual's memory.
     norm_add(y [T, N], norm, residual [T, N], scale) -> [T, N]
         (residual + the normed y) * scale. May reuse residual's memory.
+    mul_sigmoid(x [T, N], gate [T, N]) -> [T, N]
+        x / (1 + exp(-gate)), rounded once. May reuse x's memory.
     rope_write(qkv [T, (Hq + 2 Hkv) * D], rope [P, D] float32, shape, kv, layer, step) -> q [T, Hq, D]
         Norms q and k if the shape has norms, by head or row, rotates both by the row's position (rope[p] is
         cos(0..D/2) then sin(0..D/2), half-split "neox" pairing), writes K and V to the row's slot, returns q.
@@ -546,6 +560,7 @@ class KernelSet:
     norm_gate_up: Callable[[Tensor, Norm | None, LinearWeight, Activation], Tensor]
     linear_add: Callable[[Tensor, LinearWeight, Tensor, float], Tensor]
     norm_add: Callable[[Tensor, Norm, Tensor, float], Tensor]
+    mul_sigmoid: Callable[[Tensor, Tensor], Tensor]
     rope_write: Callable[[Tensor, Tensor, AttentionShape, Tensor, int, AttentionInput], Tensor]
     attention: Callable[[Tensor, AttentionShape, Tensor, int, AttentionInput], Tensor]
     logits: Callable[[Tensor, Norm, LinearWeight], Tensor]
@@ -573,6 +588,7 @@ class KernelSet:
     pack_stored: Callable[[Sequence[Sequence[StoredMatrix]], Tensor | None], LinearWeight | None] | None = None
     embed_stored: Callable[[LinearWeight, Tensor], Tensor] | None = None
     stored_bits: Callable[[StoredKind, int, int, float | None], float | None] | None = None
+    stored_experts: bool = False  # the matrices of experts may be those of pack_stored, too
     # Whether attention's launches depend only on the numbers of rows and sequences and on bounds of lengths. Then it
     # also handles sequences without rows, and rows without a sequence, whose results are undefined.
     bounded_attention: bool = False

@@ -14,6 +14,7 @@ from quire_kernels.kernel_set import (
     AdaptedOps,
     Addend,
     Attend,
+    GateMixed,
     GateWide,
     GroupedInput,
     KeepSampled,
@@ -40,7 +41,7 @@ def matrices(program: Iterable[LayerOp]) -> Iterator[LinearWeight]:
     for op in program:
         if isinstance(op, MixExperts):
             yield from (op.routing.weight, op.experts.gate_up, op.experts.down)
-        elif isinstance(op, NormLinear | NormGateUp | LinearAdd | Project | GateWide):
+        elif isinstance(op, NormLinear | NormGateUp | GateMixed | LinearAdd | Project | GateWide):
             yield op.weight
 
 
@@ -74,6 +75,9 @@ def run_layers(  # noqa: PLR0912, PLR0917 - a branch for each op; called as `Bou
                 source["mixed"] = ops.attention(
                     q, op.shape, kv[op.part], op.layer, rows.in_group(op.group)
                 )  # [T, Hq * D]
+            case GateMixed():
+                gate = ops.norm_linear(x, op.norm, op.weight)  # [T, Hq * D]
+                source["mixed"] = ops.mul_sigmoid(source["mixed"], gate)
             case LinearAdd():
                 x = _linear_add(ops, source[op.source], op, x, adapters)
             case NormGateUp():

@@ -20,6 +20,7 @@ StoredKind = Literal["nibbles", "six_bits", "bytes", "e4m3"]
 UNIT_COLUMNS = 256  # that share a unit
 _LEAST_COMMON_GROUP, _SIX_BITS = 16, 6
 _VALUES_AT_ONCE = 1 << 22  # that are made into floats
+_NUMBERS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +76,13 @@ class StoredMatrix:
         changes: dict[str, Any] = {name: made(name) for name in names if getattr(self, name) is not None}
         return replace(self, **changes)
 
+    def to(self, device: torch.device) -> StoredMatrix:
+        """With all parts on a device."""
+        return self.with_parts(lambda name: getattr(self, name).to(device))
+
     def dequantised(self) -> Tensor:
         """[N, K] float32."""
-        wide = torch.empty(self.shape)
+        wide = torch.empty(self.shape, device=self.codes.device)
         step = max(1, _VALUES_AT_ONCE // self.shape[1])
         for start in range(0, self.shape[0], step):
             rows = slice(start, start + step)
@@ -86,7 +91,7 @@ class StoredMatrix:
 
     def _numbers_of_codes(self) -> Tensor:
         if self.kind == "nibbles":
-            values = torch.tensor(self.table)[self.codes.int()]
+            values = torch.tensor(self.table, device=self.codes.device)[self.codes.int()]
         elif self.kind in {"bytes", "six_bits"}:
             values = self.codes.view(torch.int8).float()
         else:
@@ -187,6 +192,37 @@ def _with_offsets(matrix: StoredMatrix, *, in_units: bool) -> StoredMatrix:
     zeros = torch.zeros(matrix.scales.shape, dtype=torch.int8 if in_units else torch.float32)
     spans = (matrix.shape[0], -(-matrix.shape[1] // UNIT_COLUMNS))
     return replace(matrix, offsets=zeros, offset_units=torch.zeros(spans, dtype=torch.float16) if in_units else None)
+
+
+def with_floats(matrix: StoredMatrix) -> StoredMatrix:
+    """With scales and offsets that are floats: integers times their units."""
+    for name in ("scales", "offsets"):
+        if getattr(matrix, f"{name.removesuffix('s')}_units") is not None:
+            matrix = _with_floats(matrix, name)
+    return matrix
+
+
+def without_equal_zero_points(matrices: Sequence[StoredMatrix]) -> Sequence[StoredMatrix]:
+    """A zero point that all groups have belongs into the table; one of 0 is none."""
+    points = [matrix.zero_points for matrix in matrices if matrix.zero_points is not None]
+    if not points:
+        return matrices
+    least, most = (int(bound) for bound in torch.aminmax(torch.cat([each.flatten() for each in points])))
+    if least != most or (matrices[0].kind != "nibbles" and least != 0):
+        return matrices
+    table = tuple(value - least for value in matrices[0].table)
+    return [replace(matrix, table=table, zero_points=None) for matrix in matrices]
+
+
+def narrowest(numbers: Sequence[Tensor]) -> list[Tensor]:
+    """Scales or offsets in the first type that holds all of them; int8 as they are."""
+    if numbers[0].dtype is torch.int8:
+        return list(numbers)
+    for dtype in _NUMBERS:
+        found = [each.to(dtype) for each in numbers]
+        if all(torch.equal(there.float(), here.float()) for there, here in zip(found, numbers, strict=True)):
+            break
+    return found
 
 
 def form_of(matrix: StoredMatrix) -> tuple[object, ...]:

@@ -45,6 +45,7 @@ def _ops(columns: int, rows: int, dtype: torch.dtype):
         "norm_gate_up by gelu": lambda x, _: REFERENCE.norm_gate_up(x, Norm(norm, EPS), gate_up, "gelu_tanh"),
         "norm_linear by a wide norm": lambda x, _: REFERENCE.norm_linear(x, Norm(norm.float(), EPS), biased),
         "norm_linear by a centred norm": lambda x, _: REFERENCE.norm_linear(x, Norm(norm.float(), EPS, True), biased),
+        "mul_sigmoid": lambda x, _: REFERENCE.mul_sigmoid(x, x.flip(1)),
         "norm_add": lambda x, _: REFERENCE.norm_add(x, Norm(norm, EPS), x.clone()),
         "logits": lambda x, _: REFERENCE.logits(x, Norm(norm, EPS), plain),
     }
@@ -91,6 +92,7 @@ def test_each_op_computes_its_definition(dtype, device):
             REFERENCE.linear_add(x, REFERENCE.pack_linear(weight, bias), residual.clone(), 0.22),
             wide[4] + 0.22 * (wide[0] @ wide[2].T + wide[3]),
         ),
+        "mul_sigmoid": (REFERENCE.mul_sigmoid(x, x.flip(1)), wide[0] * wide[0].flip(1).sigmoid()),
         "norm_add": (REFERENCE.norm_add(x, Norm(norm, EPS), x.clone()), normed + wide[0]),
         "linear_add": (
             REFERENCE.linear_add(x, REFERENCE.pack_linear(weight, bias), residual.clone()),

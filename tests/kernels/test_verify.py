@@ -167,6 +167,10 @@ WRONG = {
         lambda right: lambda y, norm, residual: right(y, norm, torch.zeros_like(residual)),
         lambda right: lambda y, norm, residual: right(y, norm._replace(weight=norm.weight * 1.04), residual),
     ],
+    "mul_sigmoid": [
+        lambda right: lambda x, gate: right(gate, x),
+        lambda right: lambda x, gate: right(x, gate.nan_to_num()),
+    ],
     "logits": [
         lambda right: lambda x, norm, w: right(x, norm, w).roll(1, 1),
         lambda right: lambda x, norm, w: right(x, norm, w).bfloat16(),
@@ -291,7 +295,7 @@ def test_what_is_not_promised_is_told_and_no_fault():
     assert all(each.ok for each in found)
     assert {each.op for each in found if each.alone is False} == {"norm_linear"}
     assert {each.op for each in found if each.alone} == {
-        *("norm_gate_up", "linear_add", "norm_add", "logits", "rope_write", "attention")
+        *("norm_gate_up", "linear_add", "norm_add", "mul_sigmoid", "logits", "rope_write", "attention")
     }
 
 
@@ -358,6 +362,9 @@ def test_what_fails_is_replaced_where_the_reference_fits():
     bound = replace(broken, bind_layers=raising)
     assert without(bound, ["embed"], reference_pool=False).bind_layers is raising
     assert without(bound, ["linear_add"], reference_pool=False).bind_layers is None
+    keeping = replace(REFERENCE, stored_bits=lambda *_: 4.5)
+    assert without(keeping, ["norm_add"], reference_pool=False).stored_bits is not None
+    assert without(keeping, ["linear_add"], reference_pool=False).stored_bits is None
 
 
 @pytest.mark.parametrize(

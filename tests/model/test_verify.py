@@ -104,7 +104,7 @@ def test_every_format_that_a_set_has_is_checked(monkeypatch):
         {"new_kv", "kv_part", "rope_write", "attention"},
         {"embed", "pack_linear", "norm_linear", "norm_gate_up"},
     )
-    products |= {"linear_add", "logits", "norm_add"}
+    products |= {"linear_add", "logits", "norm_add", "mul_sigmoid"}
     # Of a model without them in the first set and the quantised ones alone.
     experts = {"mix_experts", "given_experts", "gate_rows", "route"}
     found = chosen("auto", monkeypatch)

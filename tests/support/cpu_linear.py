@@ -80,6 +80,7 @@ def apply_ops(kernels: KernelSet, given: Operands, plain, biased, gate_up) -> di
         "linear_add_part": kernels.linear_add(x, plain, residual.clone(), 0.22),
         "norm_add": kernels.norm_add(x, Norm(norm, EPS), x.clone()),
         "norm_add_wide": kernels.norm_add(x, Norm(norm.float(), EPS), x.clone()),
+        "mul_sigmoid": kernels.mul_sigmoid(x.clone(), x),
         "logits": kernels.logits(x, Norm(norm, EPS), plain),
     }
 

@@ -12,15 +12,26 @@ from typing import get_args
 
 import torch
 
-from quire_kernels.kernel_set import Activation, AttentionShape, ChoiceRows, Norm
+from quire_kernels.kernel_set import (
+    Activation,
+    AttentionShape,
+    ChoiceRows,
+    ExpertMatrices,
+    Norm,
+    Routing,
+    expert_rows,
+)
 from quire_kernels.reference.linear import Linear
-from quire_kernels.triton.activation import gate_mul
+from quire_kernels.stored import StoredKind
+from quire_kernels.triton.activation import gate_mul, mul_sigmoid
 from quire_kernels.triton.attention import TritonAttention
 from quire_kernels.triton.choose import choose
 from quire_kernels.triton.copy_blocks import copy_blocks
+from quire_kernels.triton.experts import ExpertOps
 from quire_kernels.triton.norm import norm_add, rms_norm
 from quire_kernels.triton.pool import KVType
 from quire_kernels.triton.product import TiledProduct
+from quire_kernels.triton.stored_product import StoredLinear, StoredProduct
 
 _VOCABULARY = 151_936  # Qwen3's
 _HIDDEN = (1024, 4096)  # Qwen3-0.6B's and Llama-3.1-8B's
@@ -46,6 +57,7 @@ def _norms(_: int) -> None:
 def _gates(_: int) -> None:
     for activation in get_args(Activation):
         gate_mul(_empty(8, 2 * 3072), activation)
+    mul_sigmoid(_empty(8, 4096), _empty(8, 4096))
 
 
 def _product_of_few_rows(_: int) -> None:
@@ -61,6 +73,45 @@ def _products(dtype: torch.dtype) -> None:
         )
     product.linear(_empty(1000, 4096, dtype=dtype), _linear(28672, 4096, dtype))
     product.logits(_empty(8, 1024, dtype=dtype), _linear(_VOCABULARY, 1024, dtype))
+
+
+def _stored(kind: StoredKind, group: int, *, points: bool = False, dtype: torch.dtype = _BF16) -> None:
+    """One row, a tile of few rows and tiles of many, with scales that two halves share and with their own."""
+    columns, outputs = 4096, 4096
+    groups = columns // group
+    halves = 64 if group % 64 == 0 else 32
+    w = StoredLinear(
+        kind=kind,
+        columns=columns,
+        half=halves,
+        group=group,
+        base=-8,
+        table=None,
+        codes=_empty(outputs, columns // (2 if kind == "nibbles" else 1), dtype=torch.uint8),
+        scales=_empty(groups, outputs, dtype=torch.float16),
+        zero_points=_empty(groups, outputs, dtype=torch.int8) if points else None,
+        offsets=None,
+        bias=None,
+    )
+    for num_rows, same_tiles in ((1, False), (8, True), (1000, True)):
+        StoredProduct(same_tiles=same_tiles).linear(_empty(num_rows, columns, dtype=dtype), w)
+
+
+def _experts(dtype: torch.dtype) -> None:
+    """Qwen3-30B-A3B's sizes but for the number of experts."""
+    count, hidden, inner = 16, 2048, 768
+    experts = ExpertMatrices(
+        count=count,
+        inner=inner,
+        gate_up=_linear(2 * count * expert_rows(inner), hidden, dtype),
+        down=_linear(count * expert_rows(hidden), inner, dtype),
+        activation="silu",
+    )
+    routing = Routing(weight=_linear(count, hidden, dtype), top_k=8)
+    for num_rows, same_tiles in ((8, False), (8, True), (1000, False)):
+        x = _empty(num_rows, hidden, dtype=dtype)
+        norm = Norm(_empty(hidden, dtype=dtype), 1e-6)
+        ExpertOps(same_tiles=same_tiles).mix_experts(x, norm, routing, experts, 1.0, x.clone())
 
 
 def choice_rows(num_rows: int, *, draws: bool = True, limits_k: bool = True, limits_p: bool = True) -> ChoiceRows:
@@ -104,6 +155,7 @@ def _attention(
     *,
     kv_type: KVType = "auto",
     deterministic: bool = False,
+    page: int = 16,
     **shape: int,
 ) -> None:
     """rope_write and both attention kernels of a mixed step: decode rows short and long, and a chunk of a prompt."""
@@ -112,7 +164,7 @@ def _attention(
     layer = AttentionShape(
         num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5, **norms, **shape
     )
-    kv = ops.new_kv(8, 2, kv_heads, 16, head_dim, _BF16, torch.device("cpu"))
+    kv = ops.new_kv(8, 2, kv_heads, page, head_dim, _BF16, torch.device("cpu"))
     step = step_of((1, 100), (1, 3000), (512, 1024))
     rows = len(step.positions)
     qkv, rope = _empty(rows, (heads + 2 * kv_heads) * head_dim), _empty(4096, head_dim, dtype=torch.float32)
@@ -126,6 +178,12 @@ CASES: dict[str, Callable[[int], object]] = {
     "product quick": _product_of_few_rows,
     "product bf16": lambda _: _products(_BF16),
     "product fp16": lambda _: _products(torch.float16),
+    "stored nibbles": lambda _: _stored("nibbles", 128, points=True),
+    "stored nibbles fp16": lambda _: _stored("nibbles", 32, dtype=torch.float16),
+    "stored bytes": lambda _: _stored("bytes", 64, points=True),
+    "stored e4m3": lambda _: _stored("e4m3", 4096),
+    "experts bf16": lambda _: _experts(_BF16),
+    "experts fp16": lambda _: _experts(torch.float16),
     "attention 16/8x128": lambda gpu: _attention(gpu, 16, 8, 128),
     "attention 32/8x128 fp8": lambda gpu: _attention(gpu, 32, 8, 128, kv_type="fp8"),
     "attention 32/8x128 deterministic": lambda gpu: _attention(gpu, 32, 8, 128, deterministic=True),
@@ -135,6 +193,14 @@ CASES: dict[str, Callable[[int], object]] = {
     "attention 16/8x256 window": lambda gpu: _attention(gpu, 16, 8, 256, window=1024),
     "attention 16/8x256 deterministic": lambda gpu: _attention(gpu, 16, 8, 256, deterministic=True),
     "attention 16/8x256 fp8": lambda gpu: _attention(gpu, 16, 8, 256, kv_type="fp8"),
+    # Gemma 4's layers without a window; an fp16 pool compiles to the same sizes.
+    "attention 32/4x512": lambda gpu: _attention(gpu, 32, 4, 512),
+    "attention 16/1x512 in blocks of 32": lambda gpu: _attention(gpu, 16, 1, 512, page=32),
+    "attention 32/4x512 fp8": lambda gpu: _attention(gpu, 32, 4, 512, kv_type="fp8"),
+    "attention 32/4x512 window deterministic": lambda gpu: _attention(gpu, 32, 4, 512, deterministic=True, window=1024),
+    "attention 32/4x512 fp8 deterministic": lambda gpu: _attention(
+        gpu, 32, 4, 512, kv_type="fp8", deterministic=True, page=32
+    ),
     "attention 14/2x64 deterministic": lambda gpu: _attention(gpu, 14, 2, 64, deterministic=True),
     "attention 16/8x256 window deterministic": lambda gpu: _attention(gpu, 16, 8, 256, deterministic=True, window=1024),
     "copies": lambda _: copy_blocks(_empty(8, 2, 2, 8, 16, 128), [(1, 2), (3, 4)]),

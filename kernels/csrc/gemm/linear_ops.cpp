@@ -195,6 +195,19 @@ QUIRE_API int32_t quire_norm_add(Context* context, const bf16* y, int64_t m, int
   });
 }
 
+QUIRE_API int32_t quire_mul_sigmoid(Context* context, const bf16* gate, int64_t m, int64_t columns, bf16* x) {
+  return guarded(context, [&] {
+    context->pool.run([&](int worker) {
+      Piece rows;
+      while (context->pool.first.take(worker, m, kPreparedTogether, &rows)) {
+        for (int64_t row = rows.begin; row < rows.end; ++row) {
+          mul_sigmoid_row(gate + row * columns, columns, x + row * columns);
+        }
+      }
+    });
+  });
+}
+
 QUIRE_API int32_t quire_greedy(Context* context, const Linear* w, const bf16* x, int64_t m, const Norm* norm,
                                const uint64_t* allowed, int64_t* columns, uint8_t* finite) {
   return guarded(context, [&] {

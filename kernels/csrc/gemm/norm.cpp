@@ -119,6 +119,12 @@ void norm_add_row(const bf16* y, const Norm& norm, int64_t n, float scale, bf16*
   });
 }
 
+void mul_sigmoid_row(const bf16* gate, int64_t n, bf16* x) {
+  for (int64_t at = 0; at < n; at += kLanes) {
+    store_row(x, at, n, vdiv(load_row(x, at, n), vadd(vset(1.0f), vexp(vsub(vzero(), load_row(gate, at, n))))));
+  }
+}
+
 float quantize_row_unsigned(const bf16* x, int64_t n, int64_t padded, uint8_t* out) {
   const Steps steps = steps_of(x, n);
   for (int64_t at = 0; at < padded; at += kLanes) {

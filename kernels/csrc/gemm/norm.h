@@ -1,4 +1,4 @@
-// Rows as the weights want them: RMS norm or layer norm, and quantisation to bytes.
+// Rows before and between products: RMS norm or layer norm, quantisation to bytes, a gate.
 //
 // Owns the arithmetic of one row. Promises: a row's result depends on that row alone. Must not know: threads, weights.
 #pragma once
@@ -23,6 +23,9 @@ void norm_row(const bf16* x, const Norm& norm, int64_t n, bf16* out);
 
 // residual[0, n) = (residual + the normed y, which is rounded to bf16 first) * scale.
 void norm_add_row(const bf16* y, const Norm& norm, int64_t n, float scale, bf16* residual);
+
+// x[0, n) *= sigmoid(gate).
+void mul_sigmoid_row(const bf16* gate, int64_t n, bf16* x);
 
 // An activation row before it is prepared.
 struct RawRow {

@@ -83,6 +83,10 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
       case LayerOpKind::kAttend:
         failed = quire_attention(context, op->attention, pools + op->part, op->layer, steps + op->group, q, mixed);
         break;
+      case LayerOpKind::kGateMixed:  // as wide as the queries, which nobody reads any more
+        failed = quire_norm_linear(context, op->weight, x, rows, op->norm, q, Epilogue::kStore, nullptr, -1);
+        if (failed == 0) failed = quire_mul_sigmoid(context, q, rows, op->weight->n, mixed);
+        break;
       case LayerOpKind::kAddMixed:
       case LayerOpKind::kAddWide: {
         const bf16* source = op->kind == LayerOpKind::kAddMixed ? mixed : wide;

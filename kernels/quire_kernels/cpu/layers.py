@@ -23,6 +23,7 @@ from quire_kernels.cpu.low_rank import BoundAdapter, adapters_args
 from quire_kernels.cpu.signatures import ExpertsArgs, LayerOpArgs, NormArgs, RoutingArgs, StepAdaptersArgs, StepArgs
 from quire_kernels.kernel_set import (
     Attend,
+    GateMixed,
     GateWide,
     GroupedInput,
     KeepSampled,
@@ -55,6 +56,7 @@ class _Kind(IntEnum):
     NORM_ADD = 8
     ADD_EXPERTS = 9
     MIX_EXPERTS = 10
+    GATE_MIXED = 11
     GATE_WIDE = 12
     NORM_HOLD = 13
     NORM_HOLD_ADD = 14
@@ -148,6 +150,9 @@ class CpuLayers:
                 shape = ctypes.addressof(self._shapes[id(op.shape)])
                 args = {"kind": _Kind.ATTEND, "attention": shape}
                 args |= {"group": op.group, "part": op.part, "layer": op.layer}
+            case GateMixed():
+                norm = None if op.norm is None else self._norm(op.norm)
+                args = {"kind": _Kind.GATE_MIXED, "weight": op.weight.address, "norm": norm}
             case LinearAdd():
                 args = {"kind": _ADDS[op.source], "weight": op.weight.address, "scale": op.scale}
             case Project():
@@ -206,6 +211,10 @@ def _sizes(op: LayerOp, widths: dict[str, int]) -> Iterator[tuple[int, int]]:
         case Attend():
             widths["mixed"] = op.shape.num_heads * op.shape.head_dim
             yield widths["q"], widths["mixed"]
+        case GateMixed():
+            yield op.weight.num_inputs, widths["x"]
+            yield op.weight.gate_up, False
+            yield op.weight.num_outputs, widths["mixed"]
         case LinearAdd() | Project():
             yield op.weight.num_inputs, widths[op.source]
             yield op.weight.num_outputs, widths["x"]

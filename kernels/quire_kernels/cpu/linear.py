@@ -51,6 +51,7 @@ class LinearOps:
         self._stored_rows = context.library.quire_stored_rows
         self._linear_add = context.library.quire_linear_add
         self._norm_add = context.library.quire_norm_add
+        self._mul_sigmoid = context.library.quire_mul_sigmoid
 
     @property
     def adapted(self) -> AdaptedOps:
@@ -128,6 +129,15 @@ class LinearOps:
         if self._norm_add(self._handle, y.data_ptr(), y.shape[0], width, arguments, scale, residual.data_ptr()):
             raise MemoryError(f"adding {y.shape[0]} rows")
         return residual
+
+    def mul_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+        width = x.shape[-1]
+        x, gate = rows_of(x, width), rows_of(gate, width)
+        if gate.shape[0] != x.shape[0]:
+            raise ValueError(f"{gate.shape[0]} rows cannot be a gate of {x.shape[0]}")
+        if self._mul_sigmoid(self._handle, gate.data_ptr(), x.shape[0], width, x.data_ptr()):
+            raise MemoryError(f"gating {x.shape[0]} rows")
+        return x
 
     def _normed(
         self, x: Tensor, norm: Norm | None, w: PackedLinear, epilogue: Epilogue, addend: Addend | None = None

@@ -222,6 +222,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "quire_greedy": (c_int32, (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 4)),
     "quire_linear_add": (c_int32, (*(c_void_p,) * 3, c_int64, c_float, *(c_void_p,) * 3, c_int64)),
     "quire_norm_add": (c_int32, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p)),
+    "quire_mul_sigmoid": (c_int32, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
     "quire_mix_experts": (c_int32, (*(c_void_p,) * 4, c_int64, c_void_p, c_float, c_void_p, c_void_p)),
     "quire_route": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, *(c_void_p,) * 3)),
     "quire_given_experts": (c_int32, (*(c_void_p,) * 3, c_int64, c_int64, *(c_void_p,) * 3)),

@@ -6,7 +6,6 @@ Promises: the narrowest form that holds all scales exactly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -14,14 +13,21 @@ import torch
 from torch import Tensor
 
 from quire_kernels.cpu.signatures import StoredRowsArgs
-from quire_kernels.stored import StoredKind, StoredMatrix, form_of, in_common_form, joined
+from quire_kernels.stored import (
+    StoredKind,
+    StoredMatrix,
+    form_of,
+    in_common_form,
+    joined,
+    narrowest,
+    without_equal_zero_points,
+)
 
 STORED_KINDS: dict[StoredKind, int] = {"nibbles": 3, "bytes": 4, "e4m3": 5, "six_bits": 6}  # as `enum WeightKind`
 K_MULTIPLE = 32  # of a packed matrix's columns
 STACKED, MOST_PARTS = 7, 4  # the kind of rows of several of these, and of how many at most
 PANEL_ROWS = 64
 LEAST_GROUP = 16  # columns; others are multiples of K_MULTIPLE
-_NUMBERS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class ScaleForm(IntEnum):
@@ -121,12 +127,12 @@ def stored_bits(kind: StoredKind, group_size: int, columns: int, beside: float |
 
 def in_one_form(matrices: Sequence[StoredMatrix]) -> InForm:
     """One matrix, or gate and up, which have a form."""
-    matrices = _without_equal_zero_points(matrices)
+    matrices = without_equal_zero_points(matrices)
     first = matrices[0]
     columns, group = first.shape[1], first.group_size
     if group >= columns and group != LEAST_GROUP:
         group = -(-columns // K_MULTIPLE) * K_MULTIPLE
-    scales = _narrowest([matrix.scales for matrix in matrices])
+    scales = narrowest([matrix.scales for matrix in matrices])
     offset_form, offsets = _offsets(matrices)
     table = torch.tensor(first.table * 2).bfloat16() if first.table else None
     form = StoredForm(STORED_KINDS[first.kind], group, _form(scales[0]), offset_form)
@@ -144,31 +150,8 @@ def _offsets(matrices: Sequence[StoredMatrix]) -> tuple[OffsetForm, Sequence[Ten
     found = [matrix.offsets for matrix in matrices if matrix.offsets is not None]
     if not found:
         return OffsetForm.NONE, [None] * len(matrices)
-    found = _narrowest(found)
+    found = narrowest(found)
     return OffsetForm[_form(found[0]).name], found
-
-
-def _without_equal_zero_points(matrices: Sequence[StoredMatrix]) -> Sequence[StoredMatrix]:
-    """A zero point that all groups have belongs into the table; one of 0 is none."""
-    points = [matrix.zero_points for matrix in matrices if matrix.zero_points is not None]
-    if not points:
-        return matrices
-    least, most = (int(bound) for bound in torch.aminmax(torch.cat([each.flatten() for each in points])))
-    if least != most or (matrices[0].kind != "nibbles" and least != 0):
-        return matrices
-    table = tuple(value - least for value in matrices[0].table)
-    return [replace(matrix, table=table, zero_points=None) for matrix in matrices]
-
-
-def _narrowest(numbers: Sequence[Tensor]) -> list[Tensor]:
-    """In the first type that holds all of them."""
-    if numbers[0].dtype is torch.int8:
-        return list(numbers)
-    for dtype in _NUMBERS:
-        found = [each.to(dtype) for each in numbers]
-        if all(torch.equal(there.float(), here.float()) for there, here in zip(found, numbers, strict=True)):
-            break
-    return found
 
 
 def _form(numbers: Tensor) -> ScaleForm:

@@ -19,6 +19,7 @@ REFERENCE = KernelSet(
     norm_gate_up=linear.norm_gate_up,
     linear_add=linear.linear_add,
     norm_add=linear.norm_add,
+    mul_sigmoid=linear.mul_sigmoid,
     linear=linear.linear,
     pack_router=linear.pack_linear,
     route=experts.route,

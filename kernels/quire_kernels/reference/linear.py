@@ -110,6 +110,12 @@ def norm_add(y: Tensor, norm: Norm, residual: Tensor, scale: float = 1.0) -> Ten
     return residual.copy_(residual.float().add_(added).mul_(scale))
 
 
+def mul_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    # By its definition: torch.sigmoid rounds the last elements of an array differently.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) / (1.0 + torch.exp(-gate.to(wide)))).to(x.dtype)
+
+
 def linear(x: Tensor, w: Linear, wide: bool) -> Tensor:
     out = norm_linear(x, None, w)
     return out.float() if wide else out

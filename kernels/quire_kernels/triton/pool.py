@@ -24,7 +24,7 @@ from quire_kernels.reference import REFERENCE
 KVType = Literal["auto", "fp8"]
 
 DTYPES = (torch.bfloat16, torch.float16)
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
 _SCALE_BYTES = 4
 _REFERENCE_DIMS, _FP8_DIMS = 6, 5
 

@@ -29,6 +29,24 @@ _SIMULATED_PROGRAMS = 3  # number of programs without a GPU; few, so that a prog
 
 
 @triton.jit
+def store_tile(  # noqa: PLR0917
+    total, bias, residual, out, rows, columns, num_rows, num_columns, scale,
+    dtype: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """The sums of a tile (+ bias [N]) (* scale + residual [M, N]), rounded to `dtype` as in the reference, into out."""
+    row_inside, column_inside = rows < num_rows, columns < num_columns
+    if HAS_BIAS:
+        total += tl.load(bias + columns, mask=column_inside, other=0.0).to(tl.float32)[None, :]
+    value = total.to(dtype)
+    at = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    inside = row_inside[:, None] & column_inside[None, :]
+    if HAS_RESIDUAL:
+        before = tl.load(residual + at, mask=inside, other=0.0)
+        value = (before.to(tl.float32) + scale * value.to(tl.float32)).to(dtype)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def product_kernel(  # noqa: PLR0917
     x, weight, bias, residual, out, num_rows, num_columns, depth, scale,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -56,15 +74,10 @@ def product_kernel(  # noqa: PLR0917
                 other=0.0,
             )
             total = tl.dot(a, tl.trans(b), total)
-        if HAS_BIAS:
-            total += tl.load(bias + columns, mask=column_inside, other=0.0).to(tl.float32)[None, :]
-        value = total.to(x.dtype.element_ty)
-        at = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
-        inside = row_inside[:, None] & column_inside[None, :]
-        if HAS_RESIDUAL:
-            before = tl.load(residual + at, mask=inside, other=0.0)
-            value = (before.to(tl.float32) + scale * value.to(tl.float32)).to(x.dtype.element_ty)
-        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+        store_tile(
+            total, bias, residual, out, rows, columns, num_rows, num_columns, scale,
+            x.dtype.element_ty, HAS_BIAS, HAS_RESIDUAL,
+        )  # fmt: skip
 
 
 class TorchProduct:
@@ -111,10 +124,10 @@ def _product(x: Tensor, w: Linear, residual: Tensor | None, out: Tensor, scale: 
         raise ValueError("weights and results must be contiguous")
     if num_rows:
         few = num_rows <= _FEW_ROWS
-        block_m, block_n = (64 if few else 128), _columns_of_a_tile(num_columns)
+        block_m, block_n = (64 if few else 128), columns_of_a_tile(num_columns)
         stages = 4 if block_m + block_n <= 192 else 3  # 96 KiB of shared memory, available on every GPU since Ampere
         tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
-        product_kernel[(min(tiles, _num_programs(x.device)),)](
+        product_kernel[(min(tiles, num_programs(x.device)),)](
             x.contiguous(), w.weight, w.weight if w.bias is None else w.bias, out if residual is None else residual,
             out, num_rows, num_columns, depth, float(scale),
             HAS_BIAS=w.bias is not None, HAS_RESIDUAL=residual is not None,
@@ -124,13 +137,13 @@ def _product(x: Tensor, w: Linear, residual: Tensor | None, out: Tensor, scale: 
     return out
 
 
-def _columns_of_a_tile(num_columns: int) -> int:
+def columns_of_a_tile(num_columns: int) -> int:
     """Wide tiles if every multiprocessor gets one. The width depends on the weight alone: it affects the bits."""
     return 128 if num_columns >= 16384 else 64 if num_columns >= 4096 else 32
 
 
 @cache
-def _num_programs(device: torch.device) -> int:
+def num_programs(device: torch.device) -> int:
     if device.type != "cuda":
         return _SIMULATED_PROGRAMS
     return (

@@ -43,8 +43,6 @@ class TritonProvider:
             return (
                 f"hold keys and values in the model's dtype or in fp8, not in {kv.kv_type} (set kv_cache_dtype to fp8)"
             )
-        if required.experts:
-            return "compute no mixtures of experts (set kernels to reference)"
         return no_variants(required) or _no_pool(required) or _no_triton()
 
     def make(self, required: Requirements) -> KernelSet:

@@ -24,14 +24,16 @@ from torch import Tensor
 from quire_kernels.kernel_set import Activation, ChoiceRows, KernelSet, Norm
 from quire_kernels.reference import REFERENCE
 from quire_kernels.reference.linear import Linear
-from quire_kernels.triton.activation import gate_mul
+from quire_kernels.triton.activation import gate_mul, mul_sigmoid
 from quire_kernels.triton.attention import TritonAttention
 from quire_kernels.triton.choose import choose
 from quire_kernels.triton.copy_blocks import copy_blocks
 from quire_kernels.triton.decode_attention import decode_scratch
+from quire_kernels.triton.experts import ExpertOps
 from quire_kernels.triton.norm import norm_add, rms_norm
 from quire_kernels.triton.pool import KVType
 from quire_kernels.triton.product import TiledProduct, TorchProduct
+from quire_kernels.triton.stored_product import StoredLinear, StoredProduct, pack_stored, stored_bits
 
 
 def make_triton_set(*, kv_type: KVType = "auto", deterministic: bool = False, warp_groups: bool = True) -> KernelSet:
@@ -41,16 +43,24 @@ def make_triton_set(*, kv_type: KVType = "auto", deterministic: bool = False, wa
     compute capability 9.x or 10.x, whose matrix instructions use groups of four warps.
     """
     attention = TritonAttention(kv_type, warp_groups=warp_groups, deterministic=deterministic)
-    linear = LinearOps(TiledProduct() if deterministic else TorchProduct())
+    linear = LinearOps(TiledProduct() if deterministic else TorchProduct(), StoredProduct(same_tiles=deterministic))
+    experts = ExpertOps(same_tiles=deterministic)
     return KernelSet(
         name="triton",
         pack_linear=REFERENCE.pack_linear,
         pack_gate_up=REFERENCE.pack_gate_up,
+        pack_stored=pack_stored,
+        stored_bits=stored_bits,
+        pack_router=REFERENCE.pack_linear,
+        mix_experts=experts.mix_experts,
+        given_experts=experts.given_experts,
+        gate_rows=experts.gate_rows,
         embed=embed,
         norm_linear=linear.norm_linear,
         norm_gate_up=linear.norm_gate_up,
         linear_add=linear.linear_add,
         norm_add=norm_add,
+        mul_sigmoid=mul_sigmoid,
         rope_write=attention.rope_write,
         attention=attention.attention,
         attention_scratch=decode_scratch,
@@ -72,27 +82,29 @@ def embed(table: Tensor, ids: Tensor) -> Tensor:
 class LinearOps:
     """Projections fused with the norm before them and the activation or addition after them."""
 
-    def __init__(self, product: TorchProduct | TiledProduct) -> None:
-        self._product = product
+    def __init__(self, product: TorchProduct | TiledProduct, stored: StoredProduct) -> None:
+        self._plain, self._stored = product, stored
 
-    def norm_linear(self, x: Tensor, norm: Norm | None, w: Linear) -> Tensor:
-        return self._product.linear(x if norm is None else rms_norm(x, norm), w)
+    def norm_linear(self, x: Tensor, norm: Norm | None, w: Linear | StoredLinear) -> Tensor:
+        return self._linear(x if norm is None else rms_norm(x, norm), w)
 
-    def norm_gate_up(self, x: Tensor, norm: Norm | None, w: Linear, activation: Activation) -> Tensor:
+    def norm_gate_up(self, x: Tensor, norm: Norm | None, w: Linear | StoredLinear, activation: Activation) -> Tensor:
         return gate_mul(self.norm_linear(x, norm, w), activation)
 
-    def linear_add(self, x: Tensor, w: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:
-        return self._product.linear_add(x, w, residual, scale)
+    def linear_add(self, x: Tensor, w: Linear | StoredLinear, residual: Tensor, scale: float = 1.0) -> Tensor:
+        if isinstance(w, StoredLinear):
+            return self._stored.linear_add(x, w, residual, scale)
+        return self._plain.linear_add(x, w, residual, scale)
 
-    def logits(self, x: Tensor, norm: Norm, w: Linear) -> Tensor:
-        return self._product.logits(rms_norm(x, norm), w)
+    def logits(self, x: Tensor, norm: Norm, w: Linear | StoredLinear) -> Tensor:
+        return self._logits(rms_norm(x, norm), w)
 
     def greedy(
-        self, x: Tensor, norm: Norm | None, w: Linear, allowed: Tensor | None = None
+        self, x: Tensor, norm: Norm | None, w: Linear | StoredLinear, allowed: Tensor | None = None
     ) -> tuple[list[int], list[bool]]:
         """The argmax of each row; one copy to the host."""
         rows = _greatest(len(x), x.device)
-        logits = self._product.logits(x if norm is None else rms_norm(x, norm), w)
+        logits = self._logits(x if norm is None else rms_norm(x, norm), w)
         ids, finite, _ = choose(logits, rows)
         if allowed is not None:
             octets = allowed.to(x.device).view(torch.uint8).unsqueeze(2)
@@ -102,6 +114,12 @@ class LinearOps:
             ids = torch.where(possible, ids, -1)
         found: list[list[int]] = torch.stack([ids, finite.to(torch.int64)]).tolist()
         return found[0], [bool(flag) for flag in found[1]]
+
+    def _linear(self, x: Tensor, w: Linear | StoredLinear) -> Tensor:
+        return self._stored.linear(x, w) if isinstance(w, StoredLinear) else self._plain.linear(x, w)
+
+    def _logits(self, x: Tensor, w: Linear | StoredLinear) -> Tensor:
+        return self._stored.logits(x, w) if isinstance(w, StoredLinear) else self._plain.logits(x, w)
 
 
 def _greatest(num_rows: int, device: torch.device) -> ChoiceRows:

@@ -37,12 +37,18 @@ class Tiling:
         }
 
 
+# Wider heads, of up to 512 as in Gemma 4's layers without a window, leave two stages of few keys in shared memory.
+_WIDE = 256
+
+
 def block_d(shape: AttentionShape) -> int:
     """head_dim padded to a size for `tl.dot`."""
     return max(16, _power_of_two(shape.head_dim))
 
 
-def prefill_tiling(shape: AttentionShape, sizes: PoolSizes, *, warp_groups: bool, deterministic: bool) -> Tiling:
+def prefill_tiling(  # noqa: PLR0911 - a table of tilings
+    shape: AttentionShape, sizes: PoolSizes, *, warp_groups: bool, deterministic: bool
+) -> Tiling:
     """The largest tile that fits into registers: fp8 needs registers to decode, deterministic mode for a second state.
 
     With warp groups (Hopper and its data centre successors) products read 64 rows from shared memory; elsewhere their
@@ -50,6 +56,10 @@ def prefill_tiling(shape: AttentionShape, sizes: PoolSizes, *, warp_groups: bool
     fast on an H100 as one large tile.
     """
     narrow, large = shape.head_dim <= 64, shape.head_dim > 128
+    if shape.head_dim > _WIDE:  # a row's sums alone are 2 KiB of registers, and so are its queries there
+        if deterministic:
+            return Tiling(16, 32, 8, stages=2 if warp_groups or sizes.fp8 else 1)
+        return Tiling(32 if sizes.fp8 else 64, 32, 8, stages=2) if warp_groups else Tiling(32, 16, 8)
     if warp_groups:
         if deterministic:
             return Tiling(32 if large else 64, 32, 4 if narrow else 8)
@@ -70,7 +80,9 @@ def decode_tiling(shape: AttentionShape, sizes: PoolSizes, *, warp_groups: bool,
     heads = _power_of_two(shape.num_heads // shape.num_kv_heads)
     if deterministic:
         tiling = prefill_tiling(shape, sizes, warp_groups=warp_groups, deterministic=True)
-        return Tiling(max(heads, tiling.rows), tiling.keys, tiling.warps)
+        return Tiling(max(heads, tiling.rows), tiling.keys, tiling.warps, tiling.stages)
+    if shape.head_dim > _WIDE:
+        return Tiling(max(heads, 16), 32 if warp_groups else 16, 8, stages=2)
     if not warp_groups or shape.head_dim > 128:
         return Tiling(max(heads, 16), 32, 4)
     if heads > 16 or sizes.fp8:

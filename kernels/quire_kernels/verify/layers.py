@@ -16,6 +16,7 @@ from quire_kernels.kernel_set import (
     Attend,
     AttentionShape,
     ExpertMatrices,
+    GateMixed,
     GateWide,
     KeepSampled,
     LayerOp,
@@ -99,6 +100,7 @@ def _layer(  # noqa: PLR0917 - the sizes of a layer
     if last:
         yield KeepSampled()
     yield Attend(shape=shape, layer=index)
+    yield GateMixed(norm=None, weight=kernels.pack_linear(matrix(heads.num_heads * width, hidden), None))
     yield LinearAdd(source="mixed", weight=kernels.pack_linear(matrix(hidden, heads.num_heads * width), None))
     if not last and kernels.pack_router is not None:
         few, count = min(inner, 64), 3

@@ -131,6 +131,7 @@ class LinearChecks:
             lambda given: kernels.norm_add(given.x, wide, given.added, _SCALE),
             lambda: self._normed_addition(_SCALE),
         )
+        yield "mul_sigmoid", lambda given: kernels.mul_sigmoid(given.direct, given.x), self._gated
         yield (
             "logits",
             lambda given: kernels.logits(given.x, norm, self._plain),
@@ -276,6 +277,11 @@ class LinearChecks:
         twice = 2 * scale * tolerance.rounded(self._normed, self._subject.dtype)
         bound = twice + tolerance.rounded(truth, self._subject.dtype) + tolerance.float32_sum(8, self._normed.abs())
         return _Expected(truth=truth, bound=bound + tolerance.float32_sum(1, truth.abs()))  # the sum, then the product
+
+    def _gated(self) -> _Expected:
+        truth = REFERENCE.mul_sigmoid(self._direct.double(), self._x.double())
+        bound = tolerance.rounded(truth, self._subject.dtype) + tolerance.float32_sum(8, truth.abs())
+        return _Expected(truth=truth, bound=bound)
 
 
 def _masked(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ _FASTER = {
         "norm_gate_up",
         "linear_add",
         "norm_add",
+        "mul_sigmoid",
         "rope_write",
         "attention",
         "mix_experts",
@@ -39,7 +40,7 @@ _ON_WEIGHTS = (
     "route",
 )
 _ON_POOLS = ("kv_part", "rope_write", "attention")
-_ANYWHERE = ("embed", "norm_add")
+_ANYWHERE = ("embed", "norm_add", "mul_sigmoid")
 
 
 class Irreplaceable(ValueError):
@@ -73,6 +74,8 @@ def without(
                 if op in _ON_WEIGHTS
                 else "the reference's would not fit the others"
             )
+    if set(failed) & set(_ON_WEIGHTS):  # the reference's products take matrices of numbers
+        changes["stored_bits"] = None
     for op, depends in _FASTER.items():
         if depends & set(failed):
             changes[op] = None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire_kernels.kernel_set import Activation
-from quire_kernels.reference.linear import gated
+from quire_kernels.reference.linear import gated, mul_sigmoid
 from quire_kernels.triton import activation
 from support.guarded import between_guards, guarded
 from support.planted import noticed, planted
@@ -43,6 +43,20 @@ def test_a_row_does_not_depend_on_the_others():
     for row in range(3):
         assert torch.equal(activation.gate_mul(gate_up[row : row + 1], "silu"), together[row : row + 1])
     assert activation.gate_mul(gate_up[:0], "silu").shape == (0, 100)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [24, 1500])
+def test_rows_times_the_sigmoid_of_a_gate(width, dtype):
+    x, gate = (between_guards(part.contiguous()) for part in _gate_up(3, width, dtype).chunk(2, dim=1))
+    expected = mul_sigmoid(x.clone(), gate)
+    with guarded():
+        assert activation.mul_sigmoid(x, gate) is x
+    assert torch.allclose(x.float(), expected.float(), rtol=1e-2 if dtype is torch.bfloat16 else 1.2e-3)
+    assert (x == expected).float().mean() > 0.99
+    assert len(activation.mul_sigmoid(x[:0], gate[:0])) == 0
+    with pytest.raises(ValueError, match="is not one of"):
+        activation.mul_sigmoid(x, gate[:2])
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ pytestmark = pytest.mark.sim
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_mixed_step(seed):
-    """Groups of 1 to 16 heads, heads of 32 to 256, pages, windows, types, all tilings, contexts past several parts."""
+    """Groups of 1 to 16 heads, heads of 32 to 512, pages, windows, types, all tilings, contexts past several parts."""
     source = random.Random(seed)
     group, kv_heads = source.choice((1, 2, 3, 7, 16)), source.choice((1, 2))
     fp8 = source.random() < 0.4
-    head_dim = source.choice((32, 64, 80, 96, 128, 256))
+    head_dim = source.choice((32, 64, 80, 96, 128, 256, 512))
     shape = shape_of(group * kv_heads, kv_heads, head_dim, source.choice((None, None, 1, 33, 256, 300)))
     dtype, page = source.choice((torch.bfloat16, torch.float16)), source.choice((16, 32, 48, 64))
     ends = [source.choice((1, 63, 64, 65, 256, 257, 512, source.randint(1, 900))) for _ in range(4)]

@@ -22,6 +22,7 @@ from support.triton_attention import DEVICE, LAYER, Sequences, shape_of
         (2, 2, 96, 40, 16),
         (2, 1, 64, 300, 64),
         (2, 1, 256, 64, 48),
+        (8, 1, 512, None, 32),
     ],
 )
 def test_decode_computes_its_definition(*, heads, kv_heads, head_dim, window, page, dtype):

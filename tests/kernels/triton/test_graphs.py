@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from quire_engine.execution.gpu.device import CudaDevice
 from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
 from quire_engine.execution.runner import Runner
 from quire_kernels.triton.set import make_triton_set
+from support.checkpoints import shared_checkpoint
 from support.guarded import DEVICE
 from support.model_steps import Model
 from support.simulated_device import SimulatedDevice
@@ -55,9 +57,9 @@ def device() -> Iterator[Any]:
         yield simulated
 
 
-def _model() -> Model:
+def _model(path: Path) -> Model:
     return Model(
-        demo_model_path(),
+        path,
         dtype=torch.bfloat16,
         device=str(DEVICE),
         num_blocks=NUM_BLOCKS + 1,
@@ -66,9 +68,9 @@ def _model() -> Model:
     )
 
 
-def _tell(device: Any, length: int) -> Story:
+def _tell(device: Any, path: Path, length: int) -> Story:
     """Two sequences, one of `length` tokens, as the runner computes them that waits for every step."""
-    model = _model()
+    model = _model(path)
     executor = Executor(Runner(model.decoder, model.kv.tensor, 16, DEVICE), model.kv)
 
     def execute(batch: Batch) -> StepResult:
@@ -85,19 +87,24 @@ def _tell(device: Any, length: int) -> Story:
 
 
 @pytest.mark.parametrize(
-    ("shortest", "length", "mixed_rows"),
+    ("family", "shortest", "length", "mixed_rows"),
     [
-        (512, 3, 512),
-        *(pytest.param(256, length, rows, marks=pytest.mark.sim) for length in (3, 253) for rows in (0, 512)),
+        ("", 512, 3, 512),
+        ("qwen3_moe", 512, 3, 512),
+        *(pytest.param("", 256, length, rows, marks=pytest.mark.sim) for length in (3, 253) for rows in (0, 512)),
     ],
 )
-def test_replays_compute_what_steps_compute_that_are_waited_for(device, monkeypatch, shortest, length, mixed_rows):
+def test_replays_compute_what_steps_compute_that_are_waited_for(  # noqa: PLR0917 - parameters
+    device, monkeypatch, family, shortest, length, mixed_rows
+):
     """One part of keys; two parts planned of which one is there; and a context that grows into its second part.
 
     With `mixed_rows` the prompts' step is one of a graph's size too: with rows of no sequence, sequences without rows.
+    A graph of experts serves whatever its rows choose.
     """
     monkeypatch.setattr(graphs, "_SHORTEST", shortest)
-    story, model = _tell(device, length), _model()
+    path = shared_checkpoint(family) if family else demo_model_path()
+    story, model = _tell(device, path, length), _model(path)
     runner = GpuRunner(model.decoder, model.kv.tensor, device, replace(LIMITS, mixed_rows=mixed_rows))
     executor = Executor(runner, model.kv)
     results = []

@@ -20,6 +20,7 @@ from support.triton_attention import DEVICE, LAYER, Sequences, shape_of
         (16, 1, 64, 100, 48),
         (1, 1, 96, 1, 16),
         (2, 1, 256, None, 64),
+        (8, 1, 512, None, 32),
     ],
 )
 def test_prefill_computes_its_definition(*, heads, kv_heads, head_dim, window, page, dtype):

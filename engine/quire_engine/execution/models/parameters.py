@@ -36,6 +36,7 @@ class Parameters:
     num_experts: int = 1  # of a layer
     top_k: int = 1  # of them that multiply a token
     stored: tuple[StoredSize, ...] = ()  # of `linear` and `head`, what may be kept as the checkpoint has it
+    stored_experts: tuple[StoredSize, ...] = ()  # likewise, of experts
     stored_embedding: StoredSize | None = None  # likewise
     num_decoded: int = 0  # quantised matrices that are not kept, since plain ones are rows of the same product
 
@@ -67,7 +68,8 @@ class Parameters:
         packed_bits = kernels.packed_bits
         if packed_bytes is None:
             usual = packed_bits or 8.0 * itemsize
-            saved = sum(each.saved(kernels, usual) for each in self.stored)
+            kept = self.stored + (self.stored_experts if kernels.stored_experts else ())
+            saved = sum(each.saved(kernels, usual) for each in kept)
             packed_bytes = int((self.linear + self.head) * usual - saved) // 8
         read = packed_bytes + self.small * itemsize
         apart = packed_bits is not None or not self.tied
@@ -128,7 +130,8 @@ def count_parameters(path: Path, model: ModelConfig) -> Parameters:
         tail_experts=sum(size for name, size in tail.items() if is_expert(name)),
         num_experts=1 if model.experts is None else model.experts.count,
         top_k=1 if model.experts is None else model.experts.top_k,
-        stored=tuple(kept.values()),
+        stored=tuple(size for name, size in kept.items() if not is_expert(name)),
+        stored_experts=tuple(size for name, size in kept.items() if is_expert(name)),
         stored_embedding=stored_embedding,
         num_decoded=len(decoded),
     )

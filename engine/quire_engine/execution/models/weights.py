@@ -481,6 +481,7 @@ class CheckpointSource:
         self._pack_stored = None if kernels.stored_bits is None else kernels.pack_stored
         if image is not None and self._form is not None and self._pack_stored is not None:
             self._pack_stored = self._form.stored_packer(image.allocate)
+        self._keeps_experts = kernels.stored_experts
         self._keeps_tables = self._pack_stored is not None and kernels.embed_stored is not None
         phase = "reading weights" if self._form is None else "packing weights"
         self._progress = Progress(phase, checkpoint.num_bytes, tell)
@@ -511,7 +512,8 @@ class CheckpointSource:
 
     def _kept(self, matrices: Sequence[Sequence[Part]], biases: Sequence[Part]) -> LinearWeight | None:
         """Matrices, each made of the rows of several, as they are stored; None: that is not possible."""
-        if self._pack_stored is None:
+        filled = any(part.filled for parts in matrices for part in parts)
+        if self._pack_stored is None or (filled and not self._keeps_experts):
             return None
         made: list[list[StoredMatrix]] = []
         for parts in matrices:
@@ -526,7 +528,7 @@ class CheckpointSource:
                 if whole is None:
                     return None
                 of_parts = [whole]
-            made.append(of_parts)
+            made.append([each.to(self._device) for each in of_parts])
         return self._pack_stored(made, self._bias(biases))
 
     def stored_table(self, place: str, name: str) -> LinearWeight | None:
