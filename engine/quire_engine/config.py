@@ -62,6 +62,7 @@ ARCHITECTURES = (
     "FlexOlmoForCausalLM",
     "MixtralForCausalLM",
     "OlmoeForCausalLM",
+    "AfmoeForCausalLM",
     "GptOssForCausalLM",
 )
 # The ends of names of models that are their families' without a head for tokens: classifiers, models of embeddings.

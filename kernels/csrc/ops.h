@@ -43,6 +43,7 @@ enum class LayerOpKind : int32_t {
   kNormHold = 13,     // held = the normed y
   kNormHoldAdd = 14,  // held += the normed y
   kAddHeld = 15,      // x = (x + the normed held) * scale
+  kAddWideToY = 16,   // y += scale * weight of wide
 };
 
 struct LayerOp {

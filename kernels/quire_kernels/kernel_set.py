@@ -367,12 +367,13 @@ class GateMixed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAdd:
-    """x = x + scale * the projection of `source`."""
+    """x = x + scale * the projection of `source`; or y, from wide alone."""
 
     source: Source
     weight: LinearWeight
     scale: float = 1.0
     site: int | None = None
+    to: Literal["x", "y"] = "x"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,7 +79,8 @@ def run_layers(  # noqa: PLR0912, PLR0917 - a branch for each op; called as `Bou
                 gate = ops.norm_linear(x, op.norm, op.weight)  # [T, Hq * D]
                 source["mixed"] = ops.mul_sigmoid(source["mixed"], gate)
             case LinearAdd():
-                x = _linear_add(ops, source[op.source], op, x, adapters)
+                added = _linear_add(ops, source[op.source], op, x if op.to == "x" else y, adapters)
+                x, y = (added, y) if op.to == "x" else (x, added)
             case NormGateUp():
                 source["wide"] = _norm_gate_up(ops, x, op, adapters)  # [T, I]
             case Project():

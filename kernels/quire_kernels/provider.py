@@ -28,7 +28,6 @@ class Requirements:
     deterministic: bool = False  # a row's bits must not depend on the other rows of a call
     attention: AttentionChoice = "auto"
     on_compiled: Callable[[int, int], None] | None = None  # called with (compiled files, all files) while compiling
-    experts: bool = False  # the model has mixtures of experts
     threads: int | None = None  # worker threads, if the set has its own; None: one per usable core
     cpu_variant: str | None = None  # instruction set, for kernels with several; None: the fastest
 

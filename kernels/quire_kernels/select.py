@@ -32,7 +32,6 @@ def select(
     quantization: Quantization | None = None,
     deterministic: bool = False,
     attention: AttentionChoice = "auto",
-    experts: bool = False,
     threads: int | None = None,
     cpu_variant: str | None = None,
     on_compiled: Callable[[int, int], None] | None = None,
@@ -42,9 +41,9 @@ def select(
     """The fastest kernel set ("auto") for such a model, or the one with that name. ValueError if it cannot serve.
 
     `deterministic`: no row's bits may depend on the other rows of a call, as is always the case on a CPU. `attention`:
-    its implementation. `experts`: the model has mixtures of them. `threads`: for a set with workers of its own; None:
-    one per usable core. `cpu_variant`: the instruction set of a CPU; None: the fastest. `beside`: a set made for
-    another model with the same settings, which is taken if it is the one, so that both compute with the same workers.
+    its implementation. `threads`: for a set with workers of its own; None: one per usable core. `cpu_variant`: the
+    instruction set of a CPU; None: the fastest. `beside`: a set made for another model with the same settings, which is
+    taken if it is the one, so that both compute with the same workers.
     """
     required = Requirements(
         device=device,
@@ -53,7 +52,6 @@ def select(
         quantization=quantization,
         deterministic=deterministic,
         attention=attention,
-        experts=experts,
         threads=threads,
         cpu_variant=cpu_variant,
         on_compiled=on_compiled,

@@ -138,6 +138,19 @@ _FAMILY_SHAPE: dict[str, dict[str, Any]] = {
     },
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 40},
     "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 2},
+    "afmoe": {
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "num_shared_experts": 2,
+        "num_dense_layers": 1,
+        "num_hidden_layers": 3,
+        "route_scale": 1.7,
+        "mup_enabled": True,
+        "sliding_window": 37,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
     "gpt_oss": {
         "head_dim": 16,
         "num_local_experts": 4,
@@ -178,6 +191,7 @@ _CLASSES = {
     "dots1": "Dots1",
     "ernie4_5_moe": "Ernie4_5_Moe",
     "flex_olmo": "FlexOlmo",
+    "afmoe": "Afmoe",
     "gpt_oss": "GptOss",
 }
 

@@ -108,6 +108,9 @@ def _experts(dtype: torch.dtype) -> None:
         activation="silu",
     )
     routing = Routing(weight=_linear(count, hidden, dtype), top_k=8)
+    ExpertOps(same_tiles=False).route(
+        _empty(8, hidden, dtype=dtype), Routing(weight=_linear(count, hidden, torch.float32), top_k=8), count
+    )
     for num_rows, same_tiles in ((8, False), (8, True), (1000, False)):
         x = _empty(num_rows, hidden, dtype=dtype)
         norm = Norm(_empty(hidden, dtype=dtype), 1e-6)

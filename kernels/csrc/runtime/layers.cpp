@@ -93,6 +93,9 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
         failed = quire_linear_add(context, op->weight, source, rows, op->scale, x, x, added_at(op), op->site);
         break;
       }
+      case LayerOpKind::kAddWideToY:
+        failed = quire_linear_add(context, op->weight, wide, rows, op->scale, y, y, added_at(op), op->site);
+        break;
       case LayerOpKind::kProjectMixed:
       case LayerOpKind::kProjectWide: {
         const bf16* source = op->kind == LayerOpKind::kProjectMixed ? mixed : wide;

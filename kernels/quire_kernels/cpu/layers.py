@@ -61,6 +61,7 @@ class _Kind(IntEnum):
     NORM_HOLD = 13
     NORM_HOLD_ADD = 14
     ADD_HELD = 15
+    ADD_WIDE_TO_Y = 16
 
 
 _PRODUCTS = NormLinear | NormGateUp | LinearAdd | Project
@@ -154,7 +155,8 @@ class CpuLayers:
                 norm = None if op.norm is None else self._norm(op.norm)
                 args = {"kind": _Kind.GATE_MIXED, "weight": op.weight.address, "norm": norm}
             case LinearAdd():
-                args = {"kind": _ADDS[op.source], "weight": op.weight.address, "scale": op.scale}
+                kind = _ADDS[op.source] if op.to == "x" else _Kind.ADD_WIDE_TO_Y
+                args = {"kind": kind, "weight": op.weight.address, "scale": op.scale}
             case Project():
                 args = {"kind": _PROJECTS[op.source], "weight": op.weight.address}
             case NormAdd():
@@ -216,6 +218,8 @@ def _sizes(op: LayerOp, widths: dict[str, int]) -> Iterator[tuple[int, int]]:
             yield op.weight.gate_up, False
             yield op.weight.num_outputs, widths["mixed"]
         case LinearAdd() | Project():
+            if isinstance(op, LinearAdd) and op.to == "y" and op.source != "wide":
+                raise ValueError("what is added to y is a projection of wide")
             yield op.weight.num_inputs, widths[op.source]
             yield op.weight.num_outputs, widths["x"]
         case GateWide():

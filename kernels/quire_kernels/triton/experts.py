@@ -44,7 +44,10 @@ def router_kernel(  # noqa: PLR0917
         b = tl.load(
             weight + experts[:, None] * depth + ks[None, :], mask=(experts < num_experts)[:, None] & here, other=0.0
         )
-        total = tl.dot(a, tl.trans(b), total)
+        if weight.dtype.element_ty == tl.float32:  # no rounding may decide between two experts
+            total = tl.dot(a.to(tl.float32), tl.trans(b), total, input_precision="ieee")
+        else:
+            total = tl.dot(a, tl.trans(b), total)
     if HAS_BIAS:
         total += tl.load(bias + experts, mask=experts < num_experts, other=0.0).to(tl.float32)[None, :]
     inside = (rows < num_rows)[:, None] & (experts < num_experts)[None, :]
@@ -255,9 +258,12 @@ class ExpertOps:
         residual: Tensor | None,
     ) -> Tensor:
         rows = x.contiguous() if norm is None else rms_norm(x, norm)
-        own = rows if routing.norm is None else rms_norm(x, routing.norm)
-        index, weights = _chosen(own, routing, experts.count)
+        _, index, weights = _routed(rows if routing.norm is None else x, routing, experts.count)
         return self._sums(rows, index, weights, experts, scale, residual)
+
+    def route(self, x: Tensor, routing: Routing, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        logits, index, weights = _routed(x, routing, count)
+        return logits, index.long(), weights
 
     def given_experts(self, x: Tensor, index: Tensor, weights: Tensor, experts: ExpertMatrices) -> Tensor:
         return self._sums(x.contiguous(), index.to(torch.int32).contiguous(), weights.contiguous(), experts, 1.0, None)
@@ -320,7 +326,7 @@ class ExpertOps:
 def _logits(rows: Tensor, router: Linear, count: int) -> Tensor:
     """[T, count] float32 of rows [T, H]."""
     num_rows, depth = rows.shape
-    if router.weight.shape != (count, depth) or router.weight.dtype != rows.dtype:
+    if router.weight.shape != (count, depth) or router.weight.dtype not in (rows.dtype, torch.float32):
         found = f"{router.weight.dtype} {list(router.weight.shape)}"
         raise ValueError(f"a router to {count} of {rows.dtype} rows of {depth} cannot be {found}")
     logits = torch.empty(num_rows, count, dtype=torch.float32, device=rows.device)
@@ -332,9 +338,10 @@ def _logits(rows: Tensor, router: Linear, count: int) -> Tensor:
     return logits
 
 
-def _chosen(rows: Tensor, routing: Routing, count: int) -> tuple[Tensor, Tensor]:
-    """The experts [T, k] int32 of rows [T, H], best first, and their weights."""
+def _routed(rows: Tensor, routing: Routing, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows [T, H] the logits [T, E], the experts [T, k] int32, best first, and their weights."""
     routing.check(count)
+    rows = rows.contiguous() if routing.norm is None else rms_norm(rows, routing.norm)
     num_rows, bias, scales = len(rows), routing.selection_bias, routing.expert_scales
     logits = _logits(rows, routing.weight, count)
     index = torch.empty(num_rows, routing.top_k, dtype=torch.int32, device=rows.device)
@@ -348,7 +355,7 @@ def _chosen(rows: Tensor, routing: Routing, count: int) -> tuple[Tensor, Tensor]
             GROUPS=routing.groups, GROUP=count // routing.groups, KEPT=routing.kept_groups, BEST=routing.best_of_group,
             EXPERTS=triton.next_power_of_2(count), RANKS=triton.next_power_of_2(routing.top_k), num_warps=1,
         )  # fmt: skip
-    return index, weights
+    return logits, index, weights
 
 
 def _check(x: Tensor, experts: ExpertMatrices) -> None:

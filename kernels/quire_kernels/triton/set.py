@@ -52,6 +52,7 @@ def make_triton_set(*, kv_type: KVType = "auto", deterministic: bool = False, wa
         pack_stored=pack_stored,
         stored_bits=stored_bits,
         pack_router=REFERENCE.pack_linear,
+        route=experts.route,
         mix_experts=experts.mix_experts,
         given_experts=experts.given_experts,
         gate_rows=experts.gate_rows,

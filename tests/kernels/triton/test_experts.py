@@ -96,16 +96,33 @@ def test_the_choice_is_the_references(options):
     logits = between_guards(logits)
     routing = Routing(weight=router, top_k=5, **options)
     with guarded():
-        index, weights = triton_experts._chosen(logits, routing, 70)
+        _, index, weights = triton_experts._routed(logits, routing, 70)
     wanted, wanted_weights = reference.choose(logits.float(), routing)
     assert torch.equal(index.long(), wanted)
     assert torch.allclose(weights, wanted_weights, rtol=1e-6)
     logits[4] = torch.nan
-    index, weights = triton_experts._chosen(logits, routing, 70)
+    _, index, weights = triton_experts._routed(logits, routing, 70)
     assert torch.equal(index[:4].long(), wanted[:4])
     assert weights[4].isnan().all()
     assert sorted(set(index[4].tolist())) == sorted(index[4].tolist())
     assert all(0 <= each < 70 for each in index[4].tolist())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_router_of_float32_is_not_rounded(dtype):
+    """With a norm of its own and a bias, as the op of its own gives it."""
+    x = _rows(9, 200, dtype)
+    weight = between_guards(torch.randn(6, 200, generator=torch.Generator().manual_seed(5)) / 14)
+    bias = between_guards(torch.linspace(-1, 1, 6))
+    norm = Norm(between_guards(torch.full((200,), 1.5)), EPS)
+    routing = Routing(weight=Linear(weight, bias), top_k=2, norm=norm)
+    with guarded():
+        logits, index, weights = triton_experts.ExpertOps(same_tiles=True).route(x, routing, 6)
+    wanted, chosen, truth = REFERENCE.route(x, routing, 6)
+    assert index.dtype == torch.int64
+    assert torch.equal(index, chosen)
+    assert torch.allclose(logits, wanted, atol=1e-5, rtol=1e-5)
+    assert torch.allclose(weights, truth, atol=1e-5)
 
 
 def test_rows_times_the_sigmoid_of_one_logit_each():

@@ -49,7 +49,7 @@ def test_matrices_of_quantised_checkpoints_stay_as_they_are_stored(name, tmp_pat
     assert torch.equal(model.logits(ids, 7, seed=1), found)
 
 
-@pytest.mark.parametrize(("family", "experts"), [("qwen3_moe", 8), ("gpt_oss", 4)])
+@pytest.mark.parametrize(("family", "experts"), [("qwen3_moe", 8), ("gpt_oss", 4), ("afmoe", 6)])
 def test_mixtures_of_experts_give_the_references_logits(family, experts):
     """Each row takes all experts, so that no rounding decides between two. In chunks too, bit for bit."""
     path = shared_checkpoint(family, num_experts_per_tok=experts)

@@ -91,6 +91,7 @@ _HARMLESS = frozenset(
         "initializer_range",
         "label2id",
         "length_penalty",
+        "load_balance_coeff",
         "max_length",
         "max_new_tokens",
         "max_sequence_length",
@@ -142,6 +143,7 @@ _HARMLESS = frozenset(
         "unsloth_version",
         "use_bfloat16",
         "use_cache",
+        "use_grouped_mm",
     ]
 )
 _ROPE_KEYS: dict[str, frozenset[str]] = {
@@ -158,7 +160,11 @@ _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_py
 _OF_OTHER_PARTS = re.compile(
     "(vision|image|images|video|mm|boi|eoi|boa|eoa|audio|multimodal|projector|spatial|downsample|deepstack)_.*"
 )
-_PATTERNS = ("_sliding_window_pattern", "sliding_window_pattern")  # each nth layer is without a window
+_PATTERNS = (
+    "_sliding_window_pattern",
+    "sliding_window_pattern",
+    "global_attn_every_n_layers",
+)  # each nth layer is without a window
 _MOST_SHOWN = 60  # characters of a value in a message
 _MAX_LAYERS = 4096  # beyond any model; what follows takes time and memory in proportion
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -332,7 +338,7 @@ def _model_config(options: Options, family: Family, *, headless: bool) -> ModelC
         rotary_share=rotary_share,
         activation=_activation(options, family),
         attention_scale=_attention_scale(options, family, kv_heads[0].width),
-        embedding_scale=hidden_size**0.5 if family.embeds_by_width else _scale(options, scales.embedding),
+        embedding_scale=_embedding_scale(options, family, hidden_size),
         residual_scale=_scale(options, scales.residual),
         logit_divisor=_scale(options, scales.logits),
         logit_factor=options.number(scales.logit_factor, 0.0625) if scales.logit_factor else 1.0,
@@ -417,6 +423,13 @@ def _check_factors(options: Options, ropes: tuple[RopeConfig | None, ...], count
         factors = () if rope is None else (rope.short_factors, rope.long_factors)
         if any(each and len(each) != count for each in factors):
             raise options.error(f"short_factor and long_factor must have {count} numbers")
+
+
+def _embedding_scale(options: Options, family: Family, width: int) -> float:
+    by_width = family.embeds_by_width
+    if by_width is True or (isinstance(by_width, str) and options.boolean(by_width, False)):
+        return float(width**0.5)
+    return _scale(options, family.scales.embedding)
 
 
 def _scale(options: Options, key: str | None) -> float:

@@ -45,15 +45,13 @@ class ExpertLayers:
 
     def ops(self, prefix: str, known: ExpertsConfig, norm: Norm | None, after: Norm | None) -> Iterator[LayerOp]:
         """Experts in place of an MLP, and the shared one if there is one. `after`: a norm of what they give."""
-        scale = self._config.residual_scale
-        if known.shared_inner and after is not None:  # no family has both
-            raise ModelLoadError(f"{self._config.architecture}: a norm behind shared experts is not supported")
+        scale = self._config.residual_scale if after is None else 1.0
         if known.shared_inner:
             yield from self._shared(prefix, known, norm)
         yield self._mix(prefix, prefix, known, norm, to_residual=after is None)
         if known.shared_inner:  # it read x before the experts were added
-            weights = [Part(f"{prefix}mlp.{known.entry.shared}.down_proj")]
-            yield LinearAdd(source="wide", weight=self._matrix(prefix + "shared_down", weights), scale=scale)
+            down = self._matrix(prefix + "shared_down", [Part(f"{prefix}mlp.{known.entry.shared}.down_proj")])
+            yield LinearAdd(source="wide", weight=down, scale=scale, to="x" if after is None else "y")
         if after is not None:
             yield NormAdd(norm=after)
 

@@ -92,7 +92,7 @@ def _layers(options: Options, entry: Experts, num_layers: int) -> tuple[bool, ..
             raise options.error(f"mlp_only_layers must be a list of layers, not {without!r}")
         return tuple(layer not in without and (layer + 1) % each == 0 for layer in layers)
     if entry.layers == "behind":
-        first = options.integer("first_k_dense_replace", entry.default_first, least=0)
+        first = options.integer(entry.first, entry.default_first, least=0)
         return tuple(layer >= first for layer in layers)
     if entry.layers == "between":
         first, last = (_place(options, key, at) for key, at in (("start", 1), ("end", -1)))

@@ -66,10 +66,11 @@ class Experts:
     epsilon: float = 0.0  # which is added to the sum
     least_sum: str | None = None  # the option of the least sum that divides
     scale: str | None = None  # the option that multiplies the weights
-    # Which layers have experts: all; by decoder_sparse_step and mlp_only_layers; those from first_k_dense_replace on;
+    # Which layers have experts: all; by decoder_sparse_step and mlp_only_layers; those from `first` on;
     # or those from moe_layer_start_index to moe_layer_end_index, each by moe_layer_interval.
     layers: Literal["all", "steps", "behind", "between"] = "all"
-    default_first: int = 0  # of "behind"
+    first: str = "first_k_dense_replace"  # of "behind"
+    default_first: int = 0
     shared: str | None = None  # the name of an MLP that every row has beside its experts
     shared_inner: str | None = None  # the option of its width
     shared_count: str | None = None  # or the one that says how many experts wide it is
@@ -105,7 +106,7 @@ class Family:
     activation_key: str = "hidden_act"
     default_activation: str = "silu"
     scales: Scales = Scales()
-    embeds_by_width: bool = False  # embeddings are multiplied by the root of their width
+    embeds_by_width: bool | str = False  # embeddings are multiplied by the root of their width, or an option says so
     window: Window = "never"
     default_window: int | None = None
     default_bound: int = 28  # of layers with a window, where max_window_layers does not say
@@ -131,6 +132,7 @@ class Family:
     v_norm: bool = False  # value heads are normed, without a weight
     layer_scalar: bool = False  # a number by which a layer's result is multiplied
     sinks: bool = False  # every query head has a score without a key
+    attention_gate: str | None = None  # the matrix of x whose sigmoid multiplies what attention gives
     experts: Experts | None = None
     more_layers: str | None = None  # the option that counts layers that guess further tokens, which are left out
     may_see_behind: bool = False  # where `use_bidirectional_attention` is true
@@ -567,6 +569,47 @@ _FAMILIES = (
         default_max_positions=4096,
         default_eps=1e-5,
         experts=Experts(default_count=64, default_top_k=8, normalised="norm_topk_prob"),
+    ),
+    Family(
+        architecture="AfmoeForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        norms=Norms(
+            after_attention="post_attention_layernorm", mlp="pre_mlp_layernorm", after_mlp="post_mlp_layernorm"
+        ),
+        norm_form="wide",
+        embeds_by_width="mup_enabled",
+        window="by_type",
+        default_window=1024,
+        full_each=4,
+        rotation="windowed_alone",
+        default_vocab_size=200192,
+        default_heads=16,
+        default_head_dim=128,
+        default_max_positions=16384,
+        default_eps=1e-5,
+        attention_gate="gate_proj",
+        experts=Experts(
+            inner="moe_intermediate_size",
+            default_inner=1408,
+            default_count=64,
+            default_top_k=6,
+            scoring="sigmoid",
+            selection_bias=True,
+            epsilon=1e-20,
+            scale="route_scale",
+            layers="behind",
+            first="num_dense_layers",
+            default_first=1,
+            shared="shared_experts",
+            shared_count="num_shared_experts",
+            default_shared=2,
+        ),
+        restated=(
+            *(("score_func", "sigmoid"), ("route_norm", True), ("n_group", 1), ("topk_group", 1)),
+            *(("num_expert_groups", 1), ("num_limited_groups", 1)),
+        ),
     ),
     Family(
         architecture="GptOssForCausalLM",

@@ -63,13 +63,18 @@ class Parameters:
             return "" if form is None else str(form)
         return f"{form} (but for {self.num_decoded} matrices beside plain ones, which are decoded)"
 
+    def kept(self, kernels: KernelSet) -> tuple[StoredSize, ...]:
+        """The matrices that may stay as the checkpoint has them with these kernels."""
+        if kernels.stored_bits is None:
+            return ()
+        return self.stored + (self.stored_experts if kernels.stored_experts else ())
+
     def memory(self, itemsize: int, kernels: KernelSet, packed_bytes: int | None = None) -> WeightMemory:
         """`packed_bytes`: what all matrices take, once that is known."""
         packed_bits = kernels.packed_bits
         if packed_bytes is None:
             usual = packed_bits or 8.0 * itemsize
-            kept = self.stored + (self.stored_experts if kernels.stored_experts else ())
-            saved = sum(each.saved(kernels, usual) for each in kept)
+            saved = sum(each.saved(kernels, usual) for each in self.kept(kernels))
             packed_bytes = int((self.linear + self.head) * usual - saved) // 8
         read = packed_bytes + self.small * itemsize
         apart = packed_bits is not None or not self.tied

@@ -38,6 +38,7 @@ from quire_engine.kv_groups import KVLayout, one_group
 from quire_kernels.kernel_set import (
     Attend,
     AttentionShape,
+    GateMixed,
     KeepSampled,
     KernelSet,
     LayerOp,
@@ -177,6 +178,8 @@ def _projections(config: ModelConfig, index: int) -> Iterator[tuple[str, int, in
     hidden, inner, heads = config.hidden_size, config.intermediate_size, config.kv_heads[index]
     q_width, kv_width = config.num_heads * heads.width, heads.values
     yield "self_attn.o_proj", hidden, q_width, config.o_bias
+    if config.family.attention_gate is not None:
+        yield "self_attn." + config.family.attention_gate, q_width, hidden, False
     if "qkv" in config.family.fused:
         yield "self_attn.qkv_proj", q_width + 2 * kv_width, hidden, config.qkv_bias
     else:
@@ -211,6 +214,8 @@ def most_image_bytes(config: ModelConfig, form: PackedForm, itemsize: int) -> in
 def matrices_after_attention(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """Names of a layer's matrices that are multiplied with what its attention gives."""
     prefix, names = f"model.layers.{layer}.", ["self_attn.o_proj"]
+    if config.family.attention_gate is not None:
+        names.append("self_attn." + config.family.attention_gate)
     if config.has_mlp(layer):
         names += ["mlp.gate_up_proj"] if "gate_up" in config.family.fused else ["mlp.gate_proj", "mlp.up_proj"]
         names.append("mlp.down_proj")
@@ -304,6 +309,9 @@ class _Layers:
             yield from self._add("mixed", o, None, site=site_of(index, "o"))
         else:
             yield attend
+            if config.family.attention_gate is not None:
+                gate = self._matrix(prefix + "attention_gate", [Part(attention + config.family.attention_gate)], False)
+                yield GateMixed(norm=norm, weight=gate)
             yield from self._add("mixed", o, self._norm_at(prefix, norms.after_attention), site=site_of(index, "o"))
             norm = self._norm_at(prefix, norms.mlp)
             if config.experts is not None and config.has_experts(index):
