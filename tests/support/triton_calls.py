@@ -108,9 +108,19 @@ def _experts(dtype: torch.dtype) -> None:
         activation="silu",
     )
     routing = Routing(weight=_linear(count, hidden, dtype), top_k=8)
-    ExpertOps(same_tiles=False).route(
-        _empty(8, hidden, dtype=dtype), Routing(weight=_linear(count, hidden, torch.float32), top_k=8), count
+    scales = _empty(count, dtype=torch.float32)
+    grouped = Routing(
+        weight=_linear(count, hidden, torch.float32),
+        top_k=4,
+        scoring="sigmoid",
+        selection_bias=scales,
+        groups=4,
+        kept_groups=2,
+        expert_scales=scales,
     )
+    few, ops = _empty(8, hidden, dtype=dtype), ExpertOps(same_tiles=False)
+    ops.route(few, grouped, count)
+    ops.gate_rows(few, None, _linear(1, hidden, dtype), few.clone())
     for num_rows, same_tiles in ((8, False), (8, True), (1000, False)):
         x = _empty(num_rows, hidden, dtype=dtype)
         norm = Norm(_empty(hidden, dtype=dtype), 1e-6)

@@ -163,7 +163,8 @@ def gate_up_kernel(  # noqa: PLR0917
     An expert's gate has its rows in `weight` from its number times `rows_of_expert` on, its up `above` rows below.
     """
     expert = tl.program_id(1)
-    columns, dtype = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), x.dtype.element_ty
+    dtype: tl.constexpr = x.dtype.element_ty
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column_inside = columns < width
     first = expert.to(tl.int64) * rows_of_expert + columns
     end = tl.load(starts + expert + 1)
@@ -297,9 +298,10 @@ class ExpertOps:
         order = torch.empty(pairs, dtype=torch.int32, device=x.device)
         starts = torch.empty(count + 1, dtype=torch.int32, device=x.device)
         group_kernel[(count + 1,)](index, order, starts, pairs, PAIRS=_PAIRS, num_warps=4)
+        few = not self._same_tiles and pairs <= _FEW_ROWS * count
         tiles = {
-            "BLOCK_M": _FEW_ROWS if not self._same_tiles and pairs <= _FEW_ROWS * count else _ROWS,
-            "BLOCK_N": 64,
+            "BLOCK_M": _FEW_ROWS if few else _ROWS,
+            "BLOCK_N": 64 if few else 32,  # gate's sums and up's are in registers
             "BLOCK_K": _BLOCK_K,
             "STAGES": 3,
             "num_warps": 4,

@@ -29,11 +29,13 @@ from quire_kernels.stored import (
     without_equal_zero_points,
 )
 from quire_kernels.triton.e4m3 import DECODED, decode_e4m3
-from quire_kernels.triton.product import columns_of_a_tile, num_programs, store_tile
+from quire_kernels.triton.product import num_programs, store_tile
 
 _DECODED = tl.constexpr(DECODED)
 _LEAST_GROUP, _WIDE_HALF = 32, 64  # columns
-_LEAST_ROWS, _FEW_ROWS = 16, 64
+_FEW_ROWS, _ROWS = 16, 64  # of a tile
+_COLUMNS = 32  # of a tile: decoded codes are in registers beside the sums
+_MOST_REGISTERS = 255  # without a bound ptxas spills a few values in the loop to fit one more block
 _BITS: dict[StoredKind, tuple[int, int]] = {"nibbles": (4, 24), "six_bits": (8, 24), "bytes": (8, 24), "e4m3": (8, 32)}
 _PLAIN = (16, 32)  # bits of a group's scale that has no unit
 _MOST_BASE = 128
@@ -229,16 +231,15 @@ class StoredProduct:
         if not out.is_contiguous():
             raise ValueError("results must be contiguous")
         if num_rows:
-            few = num_rows <= _FEW_ROWS
-            block_m = _LEAST_ROWS if num_rows <= _LEAST_ROWS and not self._same_tiles else 64 if few else 128
-            block_n = min(64, columns_of_a_tile(num_columns))
-            tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
+            few = num_rows <= _FEW_ROWS and not self._same_tiles
+            block_m = _FEW_ROWS if few else _ROWS
+            tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, _COLUMNS)
             stored_product_kernel[(min(tiles, num_programs(x.device)),)](
                 x.contiguous(), w.codes, w.scales, w.zero_points, w.offsets, w.bias, residual, out,
                 num_rows, num_columns, w.columns, w.padded, len(w.scales), float(scale), w.base, w.table,
                 KIND=w.kind, HALF=w.half, GROUP=w.group, SPLIT=w.group % (2 * w.half) != 0,
                 POINTS=w.zero_points is not None, OFFSETS=w.offsets is not None, TABLE=w.table is not None,
                 HAS_BIAS=w.bias is not None, HAS_RESIDUAL=residual is not None,
-                BLOCK_M=block_m, BLOCK_N=block_n, STAGES=3, num_warps=4 if few else 8,
+                BLOCK_M=block_m, BLOCK_N=_COLUMNS, STAGES=3, num_warps=4, maxnreg=_MOST_REGISTERS,
             )  # fmt: skip
         return out
