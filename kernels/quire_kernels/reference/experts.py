@@ -6,10 +6,13 @@ Promises: on a CPU a row's result does not depend on the other rows. Must not kn
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire_kernels.kernel_set import ExpertMatrices, Norm, Routing, expert_rows
 from quire_kernels.reference.linear import Linear, by_tiles, gated, normed, project
+
+_COLUMNS = 16  # MKL's product of fewer columns, over terms that fill no vector, depends on a row's place in its tile
 
 
 def mix_experts(  # noqa: PLR0917 - the op's contract
@@ -50,10 +53,13 @@ def gate_rows(x: Tensor, norm: Norm | None, w: Linear, wide: Tensor) -> Tensor:
 
 def router_logits(rows: Tensor, w: Linear) -> Tensor:
     """[T, E], float32 or wider: products of wide numbers, since no rounding may decide between two experts."""
-    wide = Linear(_wide(w.weight), None if w.bias is None else _wide(w.bias))
+    weight, bias = _wide(w.weight), None if w.bias is None else _wide(w.bias)
     if not len(rows):
-        return wide.weight.new_zeros(0, len(wide.weight))
-    return by_tiles(lambda some: project(_wide(some), wide), rows)
+        return weight.new_zeros(0, len(weight))
+    count = len(weight)
+    lacking = -count % _COLUMNS
+    wide = Linear(F.pad(weight, (0, 0, 0, lacking)), None if bias is None else F.pad(bias, (0, lacking)))
+    return by_tiles(lambda some: project(_wide(some), wide)[:, :count], rows)
 
 
 def choose(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
