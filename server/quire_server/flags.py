@@ -34,6 +34,7 @@ from quire_server.settings.vllm import (
 )
 
 _FIELDS = Settings.model_fields
+_SIZES = (("GiB", 2**30), ("MiB", 2**20))  # in which a size is shown where it is a whole number of them
 SERVE, ENGINE = "quire serve", "quire engine"
 _OF_ENGINES = {field.name for field in fields(EngineConfig)} | {*LIMIT_NAMES}
 _OF_FRONTS_TOO = {"model", "tokenizer", "generation_config", "ignore_config_keys", "model_impl", "enable_lora"}
@@ -240,7 +241,8 @@ def option_default(field: FieldInfo) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if value and option_unit(field) == "bytes" and isinstance(value, int):
-        return f"{value // 2**20}MiB" if value % 2**20 == 0 else f"{value // 2**10}KiB"
+        unit, size = next(((name, size) for name, size in _SIZES if value % size == 0), ("KiB", 2**10))
+        return f"{value // size}{unit}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

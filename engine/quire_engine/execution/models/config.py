@@ -12,6 +12,7 @@ import re
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -460,7 +461,10 @@ def _family(options: Options) -> tuple[Family, bool]:
         raise options.error(f"architectures={names!r} must name exactly one architecture")
     name = entry_of(names[0])
     if name not in FAMILIES:
-        raise options.beyond(f"architecture {names[0]!r} is not supported; supported: {', '.join(FAMILIES)}")
+        known = ", ".join(get_close_matches(names[0], FAMILIES, n=4, cutoff=0.5) or list(FAMILIES)[:4])
+        raise options.beyond(
+            f"architecture {names[0]!r} is not supported; supported are {len(FAMILIES)}, such as {known}"
+        )
     return FAMILIES[name], names[0].endswith(HEADLESS)
 
 
