@@ -186,8 +186,7 @@ class Child:
                 for line in self._lines:
                     if found := re.search(pattern, line):
                         return found
-                if not self.is_running:
-                    raise RuntimeError(f"it has ended with {self._process.poll()}:\n{''.join(self._lines)}")
+                self.check()
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"it was not ready after {seconds:g} s:\n{''.join(self._lines)}")
                 self._told.wait(0.2)
