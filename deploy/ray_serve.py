@@ -159,6 +159,7 @@ class Child:
         self._drain_seconds = drain_seconds
         self._lines: list[str] = []
         self._told = threading.Condition()
+        self._is_read = False  # to its end
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(drain_seconds), *argv],
             stdin=subprocess.PIPE,
@@ -176,6 +177,7 @@ class Child:
                 self._lines = [*self._lines[1 - _KEPT_LINES :], line]
                 self._told.notify_all()
         with self._told:
+            self._is_read = True
             self._told.notify_all()
 
     def wait_for(self, pattern: re.Pattern[str] | str, seconds: float) -> re.Match[str]:
@@ -186,7 +188,9 @@ class Child:
                 for line in self._lines:
                     if found := re.search(pattern, line):
                         return found
-                self.check()
+                if not self.is_running:
+                    self._told.wait_for(lambda: self._is_read, 1.0)  # its last lines may be on their way
+                    self.check()
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"it was not ready after {seconds:g} s:\n{''.join(self._lines)}")
                 self._told.wait(0.2)
@@ -426,7 +430,8 @@ def _tether(drain_seconds: float, argv: Sequence[str]) -> int:
     )
 
     def release() -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 1):  # not by sys.stdin, whose lock would be held when this process ends
+            pass
         program.send_signal(signal.SIGTERM)
         try:
             program.wait(drain_seconds + 5)

@@ -243,6 +243,24 @@ def test_wrong_arguments_are_refused_by_name(cluster: Cluster) -> None:
             ray_serve.build(given)
 
 
+def test_a_program_that_ends_by_itself_is_told_with_its_code_and_last_lines() -> None:
+    import ray_serve
+
+    child = ray_serve.Child(["sh", "-c", "echo it begins; sleep 0.5; echo no memory; exit 3"], 1.0)
+    assert child.wait_for("it begins", 20.0)
+    with pytest.raises(RuntimeError, match=r"^it has ended with 3:\nit begins\nno memory\n$"):
+        child.wait_for("never said", 20.0)
+
+
+def test_a_program_gets_sigterm_when_its_parent_lets_go() -> None:
+    import ray_serve
+
+    child = ray_serve.Child(["sh", "-c", "trap 'echo drained; exit 0' TERM; echo up; while :; do sleep 0.1; done"], 5.0)
+    assert child.wait_for("^up", 20.0)
+    child.end()
+    assert child.wait_for("drained", 20.0)
+
+
 def test_nodes_that_are_not_renewed_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray_serve
 
