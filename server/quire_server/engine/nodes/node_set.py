@@ -100,12 +100,13 @@ class NodeSet(ReplicaSet):
         found, is_whole = await members(self._sources)
         names = {str(address): address for address in found}
         before = set(self._nodes)
-        for name in names.keys() - self._nodes.keys():
+        # In the order in which they are written, which is that of every list of them.
+        for name in [name for name in names if name not in self._nodes]:
             self._add(name, RemoteEngine(
                 names[name], self._security, check=self._trouble_of,
                 quarantine=self.quarantine, silence_seconds=self._silence,
             ))  # fmt: skip
-        for name in self._nodes.keys() - names.keys():
+        for name in [name for name in self._nodes if name not in names]:
             # One that still answers has left the name first, as one that drains does.
             if is_whole and self._nodes[name].state in (EngineState.LOST, EngineState.STARTING):
                 await self._remove(name)
