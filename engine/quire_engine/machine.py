@@ -234,6 +234,15 @@ def work_done(pid: int, root: Path = Path("/")) -> int:
     return done
 
 
+def num_oom_kills(root: Path = Path("/")) -> int | None:
+    """Processes that the kernel has ended for lack of memory since the machine's start, those of containers included.
+
+    None where the system does not tell.
+    """
+    found = re.search(r"^oom_kill (\d+)$", _text(root / "proc/vmstat"), re.MULTILINE)
+    return None if found is None else int(found[1])
+
+
 def _fields(stat: Path) -> list[str]:
     """The fields of a process' `stat` from its state on; the name before it may have any characters."""
     return _text(stat).rpartition(")")[2].split()

@@ -8,7 +8,7 @@ from quire_engine.types import (
     StopParams,
     TokenOutput,
 )
-from quire_server.engine.recovery import JournalEntry, Recovery
+from quire_server.engine.recovery import JournalEntry, Loss, Recovery
 
 
 def request(request_id: str, n: int = 1) -> GenerationRequest:
@@ -47,6 +47,6 @@ def progress(recovery: Recovery, *names: str) -> list[str]:
     return [output.request_id for output in delivered.outputs]
 
 
-def crash(recovery: Recovery, *, killed: bool = False, now: float = 0.0) -> list[str]:
+def crash(recovery: Recovery, loss: Loss = Loss.CRASH, *, now: float = 0.0) -> list[str]:
     """Returns who is guilty."""
-    return [entry.request.request_id for entry in recovery.crashed(killed=killed, now=now)]
+    return [entry.request.request_id for entry in recovery.crashed(loss, now=now)]

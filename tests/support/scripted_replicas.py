@@ -10,7 +10,7 @@ from quire_engine.config import EngineConfig, EnginePlan
 from quire_engine.process.transport import Abort, Frame
 from quire_engine.types import EngineStats, GenerationRequest, StepOutput, TokenOutput
 from quire_server.engine.local_replicas import LocalReplicas
-from quire_server.engine.recovery import PROBE
+from quire_server.engine.recovery import PROBE, Loss
 from quire_server.engine.replica_routing import Router
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import EngineState, Supervisor
@@ -24,8 +24,8 @@ BLOCKS = 512
 class FakeConnection:
     """What a supervisor sees of an engine: frames go in, and it ends in one way or another."""
 
-    killed_from_outside: bool = False
-    was_absent: bool = False
+    ended_by_others: bool = False
+    end_is_doubtful: bool = False
     progressed: bool = True
     connected: bool = True
     pid: int = 0
@@ -74,9 +74,8 @@ class ScriptedSupervisor(Supervisor):
         stats = EngineStats(blocks_total=BLOCKS, blocks_free=BLOCKS, total_preemptions=1)
         self._deliver(StepOutput(step_id=1, outputs=(output,), stats=stats))
 
-    def die(self, *, killed: bool = True, absent: bool = False) -> None:
-        """As a killed process ends, or an absent one, or one that has crashed."""
-        self.connection.killed_from_outside, self.connection.was_absent = killed and not absent, absent
+    def die(self, loss: Loss = Loss.DOUBTFUL) -> None:
+        self.connection.ended_by_others, self.connection.end_is_doubtful = loss is Loss.KILL, loss is Loss.DOUBTFUL
         self.connection.connected = False
         self.state = EngineState.RESTARTING
         self._account_for(self.connection)  # type: ignore[arg-type]

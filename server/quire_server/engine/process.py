@@ -19,7 +19,7 @@ from typing import Any
 
 from quire_engine.config import EngineConfig, EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
-from quire_engine.machine import PARENTS_SIGNALS, is_stopped, work_done
+from quire_engine.machine import PARENTS_SIGNALS, is_stopped, num_oom_kills, work_done
 from quire_engine.types import StepOutput
 from quire_server.engine.connection import EngineConnection
 
@@ -28,6 +28,7 @@ log = logging.getLogger("quire.supervisor")
 _SOCKET_BUFFER_BYTES = 4 << 20
 _WATCH_SECONDS = 0.5
 _STOPPED_SECONDS = 5.0  # of silence, after which a stopped process is killed
+_STARVED_FACTOR = 5  # times the silence that means a loss, for a process that no signal has stopped
 _LEAST_WORK = 20  # CPU time in 0.01 s plus MiB read; a start that does less between two looks makes no progress
 _BUSY_FACTOR = 10  # times the stall limit: the longest time that a working start may send no progress
 _REAP_SECONDS = 0.005
@@ -53,8 +54,10 @@ class EngineProcess(EngineConnection):
         `cpus`: hardware threads that it runs on; empty: the server's own.
         """
         super().__init__(on_step)
-        self.was_absent = False  # whether it was given up because no sign of life came
+        self._was_absent = False  # whether it was given up because no sign of life came
+        self._was_stopped = False  # whether it was given up because a signal had stopped it
         self._killed_by_us = False
+        self._oom_kills = num_oom_kills()
         try:
             self._child, self._socket = _launch(program, stderr, memory_fd)
         except OSError as error:
@@ -101,21 +104,34 @@ class EngineProcess(EngineConnection):
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     @property
-    def killed_from_outside(self) -> bool:
-        """Whether a SIGKILL of others ended it: an operator's or the OOM killer's."""
+    def ended_by_others(self) -> bool:
+        """Whether somebody's SIGKILL ended it, or SIGSTOP stopped it: nothing that it has computed can be the cause."""
+        had_memory = self._oom_kills is not None and self._oom_kills == num_oom_kills()
+        return self._was_stopped or (self._was_killed and had_memory)
+
+    @property
+    def end_is_doubtful(self) -> bool:
+        """Whether what it has computed may be the cause or not: the kernel's lack of memory, or silence, ended it."""
+        return not self.ended_by_others and (self._was_killed or self._was_absent)
+
+    @property
+    def _was_killed(self) -> bool:
         return self._child.returncode == -signal.SIGKILL and not self._killed_by_us
 
     async def wait_for_end(self, hang_seconds: Callable[[], float], absent_seconds: float | None = None) -> None:
         """Wait until the socket closes; kill the process after a silence of `hang_seconds()`.
 
-        `absent_seconds`: without any sign of life that mean that it is lost, for processes that send them.
+        `absent_seconds`: without any sign of life that mean that a stopped process is lost, for processes that send
+        them; one that is not stopped may lack a core for a while, and gets several times that.
         """
         while not await self._ends_or_waits(self._lost):
             if absent_seconds is not None and self.absence >= absent_seconds:
-                log.error("no sign of life from the engine process for %.1f s: it is given up", self.absence)
-                self.was_absent = True
-                self._kill()
-                return
+                stopped = is_stopped(self._child.pid)
+                if stopped or self.absence >= _STARVED_FACTOR * absent_seconds:
+                    log.error("no sign of life from the engine process for %.1f s: it is given up", self.absence)
+                    self._was_absent, self._was_stopped = True, stopped
+                    self._kill()
+                    return
             limit = hang_seconds()
             stopped = self.silence >= min(limit, _STOPPED_SECONDS) and is_stopped(self._child.pid)
             if stopped or self.silence >= limit:
@@ -151,6 +167,7 @@ class EngineProcess(EngineConnection):
                 return bool(done)
 
     async def _end_hung(self, stopped: bool) -> None:
+        self._was_stopped = stopped
         if stopped:
             log.error("the engine process is stopped by a signal or a debugger, so it can print no stacks")
         else:

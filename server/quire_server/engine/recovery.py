@@ -6,12 +6,11 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from hashlib import sha256
 
 from quire_engine.types import MODEL_FAILED, GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
 
-STRIKES = 2  # crashes in a row, without output in between, that prove a request guilty
-STRIKES_IN_DOUBT = 3  # the same where the crash may have another cause
 CRASHES_ALONE = 3  # unexplained crashes with a request, the last of them alone, that prove it guilty
 REMEMBERED_SECONDS = 600.0  # how long an unexplained crash counts against its requests
 _LONGER = 8  # factor on the outputs of a probation, per unexplained crash
@@ -25,6 +24,20 @@ PROBE = GenerationRequest(
 )
 
 
+class Loss(Enum):
+    """How an engine ended, which decides what is held against the requests that it had."""
+
+    CRASH = "crash"  # by itself, or by a signal that its own doing has raised
+    DOUBTFUL = "doubtful"  # killed while memory was short, or given up in silence: a request may be the cause
+    KILL = "kill"  # by somebody's SIGKILL or SIGSTOP, which no request can cause
+
+
+# Losses in a row, without output in between, that prove a request guilty. From half of them on it is under suspicion,
+# so that it was alone in the engine at the last ones. Programs that end others when memory is short do it with the
+# signal of a kill, which is why those prove something at last.
+STRIKES = {Loss.CRASH: 2, Loss.DOUBTFUL: 4, Loss.KILL: 16}
+
+
 class Recovery:
     """The live requests in order of arrival, and the suspicion against each after crashes.
 
@@ -34,8 +47,8 @@ class Recovery:
     with it are never blamed. A request that crashes the engine after a few more tokens each time is on probation for
     longer each time.
 
-    A first kill from outside makes no request a suspect: all are sent together, because one by one they would take
-    seconds more where the model is big. A second kill without a token in between makes suspects.
+    A kill by others makes no request a suspect until many in a row have met it without a token in between (`STRIKES`):
+    all are sent together, because one by one they would take seconds more where the model is big.
     """
 
     def __init__(self) -> None:
@@ -164,25 +177,25 @@ class Recovery:
             self.waiting.append(request_id)
         return entry.in_flight
 
-    def crashed(self, *, killed: bool, now: float = 0.0) -> list[JournalEntry]:
+    def crashed(self, loss: Loss, *, now: float = 0.0) -> list[JournalEntry]:
         """The engine has ended: its requests become suspects. Returns, and drops, those proven guilty.
 
-        A crash is in doubt if the process was `killed` from outside, by an operator or the OOM killer, or if an aborted
-        suspect may have caused it. The `crashes` of a guilty request are the ones that it explains.
+        It takes one loss more if an aborted suspect may have caused this one. The `crashes` of a guilty request are the
+        ones that it explains.
         """
-        in_doubt = killed or self._suspect_left
-        strikes_allowed = STRIKES_IN_DOUBT if in_doubt else STRIKES
+        is_crash = loss is Loss.CRASH
+        proof = STRIKES[loss] + self._suspect_left
         held = [entry for entry in self._journal.values() if entry.in_flight]
         guilty = []
         for entry in held:
             entry.in_flight = False
             was_suspect = entry.is_suspected  # it was on probation
             entry.strikes += 1
-            entry.is_suspect = not killed or entry.strikes > 1
-            if not killed:
+            entry.is_suspect = entry.strikes >= STRIKES[loss] // 2
+            if is_crash:
                 entry.crashes = [*(t for t in entry.crashes if t > now - REMEMBERED_SECONDS), now]
-            is_alone = len(held) == 1 and not in_doubt
-            if (was_suspect and entry.strikes >= strikes_allowed) or (is_alone and len(entry.crashes) >= CRASHES_ALONE):
+            is_alone = len(held) == 1 and is_crash and not self._suspect_left
+            if (was_suspect and entry.strikes >= proof) or (is_alone and len(entry.crashes) >= CRASHES_ALONE):
                 guilty.append(entry)
         for entry in guilty:
             del self._journal[entry.request.request_id]

@@ -158,7 +158,7 @@ class ReplicaSet:
         self.on_restart: Callable[[], None] = lambda: None
         self.on_route: Callable[[str], None] = lambda _: None  # called with each decision's reason, of ROUTE_REASONS
         self.on_move: Callable[[], None] = lambda: None  # a stream has lost its engine, or is drained off it
-        self.on_moved: Callable[[float], None] = lambda _: None  # its next token came after so many seconds
+        self.on_moved: Callable[[float], None] = lambda _: None  # a stream's next output came after so many seconds
         self.on_members: Callable[[], None] = lambda: None  # replicas have joined or left, or tell other sizes
         # A replica's first output for a request came: its name, the predicted and the seen seconds to it.
         self.on_answered: Callable[[str, float, float], None] = lambda *_: None
@@ -461,7 +461,7 @@ class ReplicaSet:
                 stream.entry = entry
                 self._fail(stream, "engines were lost with this request; it will not be tried again", culprit=True)
                 continue
-            if not entry.held:
+            if stream.numerics and not entry.held:  # without output yet, its wait is in its TTFT
                 stream.moved_at = stream.moved_at or now
             self.on_move()
             self._place(stream, entry)

@@ -18,7 +18,7 @@ from quire_engine.own_modules import module_command
 from quire_engine.process.transport import Abort, Control, Hold, Inspect, LoadProgress, Release, Shutdown
 from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
 from quire_server.engine.process import EngineProcess
-from quire_server.engine.recovery import JournalEntry, Quarantine, Recovery, fingerprint
+from quire_server.engine.recovery import JournalEntry, Loss, Quarantine, Recovery, fingerprint
 from quire_server.engine.restart_policy import HangLimit, RestartBudget, RestartPolicy
 
 ANSWER_SECONDS = 10.0  # most seconds to answer a question, which waits for the end of the running step
@@ -308,12 +308,16 @@ class Supervisor:
         to the proof: clients that send such requests must not use up the restart budget.
         """
         log.error("the engine process %s with %d live requests; restarting", process.ending, len(self._recovery))
-        now, killed = time.monotonic(), process.killed_from_outside or process.was_absent
-        guilty = self._recovery.crashed(killed=killed, now=now)
+        now, loss = time.monotonic(), Loss.CRASH
+        if process.ended_by_others:
+            loss = Loss.KILL
+        elif process.end_is_doubtful:
+            loss = Loss.DOUBTFUL
+        guilty = self._recovery.crashed(loss, now=now)
         for entry in guilty:
             self._budget.forgive(entry.crashes)
             self._condemn(entry, now)
-        if not guilty and not (killed and process.progressed):
+        if not guilty and (loss is Loss.CRASH or not process.progressed):
             self._budget.engine_failed(now)
 
     def _condemn(self, guilty: JournalEntry, now: float) -> None:

@@ -56,7 +56,9 @@ class ReplicaMetrics:
         )
         self.moved = self._moved.inc
         self.move_seconds = values.histogram(
-            "quire_move_seconds", "From the loss of a request's replica to its next output, seconds.", _MOVE
+            "quire_move_seconds",
+            "From the loss of a begun stream's replica to its next output, seconds.",
+            _MOVE,
         ).observe
 
         self._predicted = values.histograms(

@@ -7,7 +7,7 @@ import pytest
 from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError
 from quire_engine.limits import SchedulerConfig
-from quire_engine.machine import available_memory, usable_cores
+from quire_engine.machine import available_memory, num_oom_kills, usable_cores
 from quire_engine.memory_plan import (
     bytes_text,
     check_model_len,
@@ -83,6 +83,13 @@ def test_no_quota_leaves_the_affinity_mask(tmp_path):
     assert usable_cores(machine(tmp_path, "0::/\n", {"sys/fs/cgroup/cpu.max": "max 100000\n"})) >= 1
     assert usable_cores() >= 1
     assert available_memory() > 0
+
+
+def test_kills_for_lack_of_memory_are_counted_where_the_kernel_tells_of_them(tmp_path):
+    root = machine(tmp_path, "0::/\n", {"proc/vmstat": "nr_free_pages 7\noom_kill 12\nnuma_hit 3\n"})
+    assert num_oom_kills(root) == 12
+    (root / "proc/vmstat").write_text("nr_free_pages 7\n")
+    assert num_oom_kills(root) is None
 
 
 def test_the_cpu_pool_is_a_bounded_share_of_what_is_free():

@@ -33,7 +33,7 @@ from quire_server.engine.nodes.frames import (
 from quire_server.engine.nodes.handshake import Refused
 from quire_server.engine.nodes.link import Link
 from quire_server.engine.nodes.security import LinkSecurity
-from quire_server.engine.recovery import JournalEntry, Quarantine, Recovery
+from quire_server.engine.recovery import JournalEntry, Loss, Quarantine, Recovery
 from quire_server.engine.supervisor import ANSWER_SECONDS, EngineState
 
 CONNECT_SECONDS = 5.0
@@ -212,7 +212,7 @@ class RemoteEngine:
             log.info("the node at %s has drained and is gone", self.address)
         if link.was_silent or is_expected:
             self._recovery.out_of_reach()
-        for entry in self._recovery.crashed(killed=True, now=time.monotonic()):
+        for entry in self._recovery.crashed(Loss.DOUBTFUL, now=time.monotonic()):
             self._fail(entry, "nodes were lost with this request; it will not be tried again")
         self.on_lost()
 

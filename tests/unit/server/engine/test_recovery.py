@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from quire_engine.types import MODEL_FAILED, TokenOutput
-from quire_server.engine.recovery import REMEMBERED_SECONDS, JournalEntry, Recovery
+from quire_server.engine.recovery import REMEMBERED_SECONDS, STRIKES, JournalEntry, Loss, Recovery
 from support.recovering import crash, progress, request, sent, serving, step
 
 
@@ -180,18 +180,39 @@ def test_only_requests_the_engine_held_are_blamed() -> None:
     assert sent(recovery) == ["a"]
 
 
-def test_a_kill_from_outside_is_blamed_more_slowly() -> None:
+def test_a_loss_that_others_may_have_caused_is_blamed_more_slowly() -> None:
     recovery = serving("a")
-    assert crash(recovery, killed=True) == []
-    sent(recovery)
-    assert crash(recovery, killed=True) == []
-    sent(recovery)
-    assert crash(recovery, killed=True) == ["a"]
+    for _ in range(3):
+        assert crash(recovery, Loss.DOUBTFUL) == []
+        assert sent(recovery) == ["a"]
+    assert crash(recovery, Loss.DOUBTFUL) == ["a"]
 
 
-def test_after_one_kill_from_outside_all_go_on_together() -> None:
+def test_kills_by_others_are_held_against_nobody_until_there_are_very_many() -> None:
+    recovery = serving("a", "b")
+    for _ in range(STRIKES[Loss.KILL] // 2 - 1):
+        assert crash(recovery, Loss.KILL) == []
+        assert sent(recovery) == ["a", "b"]
+    assert crash(recovery, Loss.KILL) == []
+    for _ in range(STRIKES[Loss.KILL] // 2 - 1):
+        assert sent(recovery) == ["a"]
+        assert crash(recovery, Loss.KILL) == []
+    assert sent(recovery) == ["a"]
+    assert crash(recovery, Loss.KILL) == ["a"]
+    recovers(recovery, "b")
+
+
+def test_a_token_ends_the_count_of_kills() -> None:
+    recovery = serving("a")
+    for _ in range(3 * STRIKES[Loss.KILL]):
+        assert crash(recovery, Loss.KILL) == []
+        assert sent(recovery) == ["a"]
+        progress(recovery, "a")
+
+
+def test_after_one_loss_in_doubt_all_go_on_together() -> None:
     recovery = serving("a", "b", "c")
-    assert crash(recovery, killed=True) == []
+    assert crash(recovery, Loss.DOUBTFUL) == []
     assert sent(recovery) == ["a", "b", "c"]
     assert crash(recovery) == []  # together: whose doing it was is not known
     assert sent(recovery) == ["a"]
@@ -199,13 +220,15 @@ def test_after_one_kill_from_outside_all_go_on_together() -> None:
     recovers(recovery, "bc")
 
 
-def test_a_second_kill_makes_suspects_of_them() -> None:
+def test_a_second_one_makes_suspects_of_them() -> None:
     recovery = serving("a", "b")
-    assert crash(recovery, killed=True) == []
+    assert crash(recovery, Loss.DOUBTFUL) == []
     assert sent(recovery) == ["a", "b"]
-    assert crash(recovery, killed=True) == []
+    assert crash(recovery, Loss.DOUBTFUL) == []
     assert sent(recovery) == ["a"]
-    assert crash(recovery, killed=True) == ["a"]
+    assert crash(recovery, Loss.DOUBTFUL) == []  # alone for the first time: an operator may have killed it again
+    assert sent(recovery) == ["a"]
+    assert crash(recovery, Loss.DOUBTFUL) == ["a"]
     recovers(recovery, "b")
 
 

@@ -14,6 +14,7 @@ from quire_engine.routing.policy import RoutePolicyName
 from quire_engine.types import EngineStats, StepOutput, TokenOutput
 from quire_server.engine import replica_routing
 from quire_server.engine.local_replicas import divided_config
+from quire_server.engine.recovery import Loss
 from quire_server.engine.stats_sum import StatsSum
 from quire_server.engine.supervisor import EngineState
 from quire_server.errors import ReplicaLost
@@ -148,13 +149,13 @@ def test_a_request_under_suspicion_stays_until_it_is_proven_guilty_and_meets_no_
         them.set.submit(request("good", (3, 4)))
         holder = them.holder("bad")
         assert them.holder("good") is holder, "either may be it"
-        holder.die(killed=False)
+        holder.die(Loss.CRASH)
         others = [one for one in them.each if one is not holder]
         assert not any("bad" in name or "good" in name for one in others for name in one.requests)
         holder.come_back()
         (suspect,) = holder.requests.keys() - {"probe-of-a-new-engine"}
         assert suspect == "bad", "one at a time, in the order of arrival"
-        holder.die(killed=False)
+        holder.die(Loss.CRASH)
         assert them.client.ends["bad", 0].culprit
         holder.come_back()
         holder.say("good", 4, finish="length")
@@ -177,6 +178,21 @@ def test_a_request_at_the_loss_of_two_replicas_without_a_token_gets_no_third() -
         assert end.culprit
         assert end.finish == "error"
         assert them.set.quarantine.refusal(request("bad"), 0.0) is not None
+
+    run(body)
+
+
+def test_kills_by_others_move_a_request_each_time_and_prove_nothing() -> None:
+    async def body() -> None:
+        them = await replicas(2)
+        them.set.submit(request("r"))
+        for _ in range(6):
+            holder = them.holder("r")
+            holder.die(Loss.KILL)
+            assert them.holder("r") is not holder
+            holder.come_back()
+        them.holder("r").say(them.run_id("r"), 7)
+        assert tokens(them, "r") == [7]
 
     run(body)
 
