@@ -16,6 +16,7 @@ from math import log
 from zlib import crc32
 
 from quire_engine.cost_model import CostModel
+from quire_engine.limits import SchedulerLimits
 from quire_engine.routing.prediction import prompt_tokens_a_step
 from quire_engine.routing.views import ReplicaView
 from quire_engine.scheduling.account import size_class
@@ -56,8 +57,9 @@ class _Prompt:
 class CoarseReplica:
     """See the module's header. The order is that of size classes in turn, the fewest tokens left first."""
 
-    def __init__(self, name: str, setup: Setup, believed: CostModel, *, block_tokens: int, fit: Fit) -> None:
-        limits = setup.scheduler.limits
+    def __init__(self, name: str, setup: Setup, believed: CostModel, *, told: SchedulerLimits, fit: Fit) -> None:
+        """`told`: the limits that it tells the router, with blocks of the load's own size; one object for all."""
+        limits, block_tokens = setup.scheduler.limits, told.block_size
         self._cost, self._fit, self._limits = setup.cost, fit, limits
         self._unit = block_tokens
         self._capacity = setup.scheduler.num_slots * fit.cache
@@ -67,7 +69,7 @@ class CoarseReplica:
             cohort="",
             state="ready",
             cost=believed,
-            limits=replace(limits, block_size=block_tokens),
+            limits=told,
             blocks_total=setup.scheduler.num_slots // block_tokens,
         )
         self._most_queued = setup.max_sequences
@@ -122,7 +124,7 @@ class CoarseReplica:
         if until < float("inf"):
             self._now = max(self._now, until)
 
-    def view(self, now: float) -> ReplicaView:
+    def view(self, now: float, slowness: float = 1.0) -> ReplicaView:
         free = self._capacity / self._fit.cache - self._held
         return replace(
             self._base,
@@ -133,6 +135,7 @@ class CoarseReplica:
             blocks_free=max(int(free) // self._unit, 0),
             blocks_blank=max(int(self._capacity - self._cached) // self._unit, 0),
             step_ends_in=max(self._now - now, 0.0) if self._active or self._ends else 0.0,
+            slowness=slowness,
         )
 
     def first_tokens(self) -> list[FirstToken]:
@@ -285,8 +288,9 @@ class CoarseReplica:
 
 def simulate_coarsely(fleet: Fleet, rows: Sequence[TraceRow], *, fit: Fit, speed: float = 1.0) -> FleetOutcome:
     """A fleet of coarse replicas. Raises ConfigError."""
-    unit = max((row.block_tokens for row in rows), default=0) or fleet.replica.scheduler.limits.block_size
-    make = partial(CoarseReplica, block_tokens=unit, fit=fit)
+    limits = fleet.replica.scheduler.limits
+    unit = max((row.block_tokens for row in rows), default=0) or limits.block_size
+    make = partial(CoarseReplica, told=replace(limits, block_size=unit), fit=fit)
     every = VIEW_SECONDS if fleet.replicas > _ALWAYS_FRESH else 0.0
     return FleetSimulation(fleet, make, BlockNames(), every=every).run(rows, speed=speed)
 
@@ -299,6 +303,7 @@ _TRIED: tuple[tuple[str, tuple[float, ...]], ...] = (
     ("cache", (1.1, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5)),
 )
 _MOST_IN_ONE = 0.1  # share of a load that one group of requests with a common prefix may have
+_LEAST_GROUPS = 4  # of the largest size that make a part of the load: of one or none, its size would be chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,8 +343,8 @@ def fitted(fleet: Fleet, rows: Sequence[TraceRow], *, requests: int = 2000, spee
 def _part(rows: Sequence[TraceRow], share: float) -> list[TraceRow]:
     """About this share of the load: requests with a common prefix come together or not at all.
 
-    The prefix is as long as it must be for no group of them to be more than a tenth of the load: a prompt that all
-    share, as that of one system, tells no requests apart.
+    The prefix is as long as it must be for no group of them to be more than a tenth of the load or a quarter of the
+    part: a prompt that all share, as that of one system, tells no requests apart.
     """
     if share >= 1:
         return list(rows)
@@ -349,7 +354,7 @@ def _part(rows: Sequence[TraceRow], share: float) -> list[TraceRow]:
             (row.tenant, row.blocks[:depth] if len(row.blocks) >= depth else number) for number, row in enumerate(rows)
         ]
         largest = Counter(groups).most_common(1)[0][1]
-        if largest <= max(_MOST_IN_ONE * len(rows), 1) or depth >= _DEEPEST:
+        if largest <= max(min(_MOST_IN_ONE, share / _LEAST_GROUPS) * len(rows), 1) or depth >= _DEEPEST:
             break
         depth += 1
     return [row for row, group in zip(rows, groups, strict=True) if crc32(repr(group).encode()) % 1000 < share * 1000]

@@ -71,8 +71,8 @@ class FleetReplica(Protocol):
         """Work until then; the clock may be ahead by the rest of a step."""
         ...
 
-    def view(self, now: float) -> ReplicaView:
-        """The state that the replica reports to a router."""
+    def view(self, now: float, slowness: float = 1.0) -> ReplicaView:
+        """The state that the replica reports to a router, beside what that has seen of it."""
         ...
 
     def send(self, row: TraceRow, number: int, at: float, blocks: tuple[int, ...], hit_blocks: int) -> Served:
@@ -129,7 +129,7 @@ class StepReplica(Simulation):
             self._unanswered[str(number)] = max(row.input_tokens - cached, 1)
         return served
 
-    def view(self, now: float) -> ReplicaView:
+    def view(self, now: float, slowness: float = 1.0) -> ReplicaView:
         roster, live = self._scheduler._roster, self._scheduler._roster.live
         ahead = 0
         for request_id, expected in self._unanswered.items():
@@ -152,6 +152,7 @@ class StepReplica(Simulation):
             blocks_blank=self._scheduler._kv.num_available - self._scheduler._kv.num_cached,
             blocks_freed_rate=sum(blocks for _, blocks in self._freed) / _FREED_SECONDS,
             step_ends_in=max(self._now - now, 0.0) if self._live else 0.0,
+            slowness=slowness,
         )
 
     def first_tokens(self) -> list[FirstToken]:
@@ -349,8 +350,7 @@ class FleetSimulation:
                 self._late.append((at + self._fleet.stale, number, changes))
             else:
                 self._index.apply(name, changes)
-        view = replica.view(at)
-        self._views[number] = replace(view, slowness=max(self._slowness[number].ratio(at), 1.0))
+        self._views[number] = replica.view(at, max(self._slowness[number].ratio(at), 1.0))
 
     def _finish(self) -> FleetOutcome:
         whole = self._found.outcome

@@ -105,7 +105,7 @@ class EngineProcess(EngineConnection):
 
     @property
     def ended_by_others(self) -> bool:
-        """Whether somebody's SIGKILL ended it, or SIGSTOP stopped it: nothing that it has computed can be the cause."""
+        """Whether a SIGKILL or SIGSTOP from outside ended it, which its own computations do not send."""
         had_memory = self._oom_kills is not None and self._oom_kills == num_oom_kills()
         return self._was_stopped or (self._was_killed and had_memory)
 

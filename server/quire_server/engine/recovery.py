@@ -29,7 +29,7 @@ class Loss(Enum):
 
     CRASH = "crash"  # by itself, or by a signal that its own doing has raised
     DOUBTFUL = "doubtful"  # killed while memory was short, or given up in silence: a request may be the cause
-    KILL = "kill"  # by somebody's SIGKILL or SIGSTOP, which no request can cause
+    KILL = "kill"  # by a SIGKILL or SIGSTOP from outside: requests do not cause those
 
 
 # Losses in a row, without output in between, that prove a request guilty. From half of them on it is under suspicion,

@@ -120,10 +120,17 @@ def test_coarse_has_the_order_of_step() -> None:
 
 
 def test_the_fit_makes_coarse_nearer() -> None:
-    found = fitted(FLEET, load(), requests=150)
-    assert 0.9 < found.hits < 1.1
-    assert 0.8 < found.p95 < 1.25
-    assert 0.85 < found.p50 < 1.2
+    found = fitted(FLEET, load(1200), requests=600)
+    assert 0.95 < found.hits < 1.05
+    assert 0.85 < found.p95 < 1.15
+    assert 0.9 < found.p50 < 1.1
+
+
+def test_the_fit_of_many_replicas_has_requests() -> None:
+    """A part of a fiftieth, of a load whose tenants all begin with one prompt each."""
+    users = copies(load(), 10)
+    found = fitted(replace(FLEET, replicas=100), users, requests=60)
+    assert found.requests > 0.3 * len(users) / 50
 
 
 # ---------------------------------------------------------------- what goes wrong
