@@ -34,7 +34,7 @@ HELP := \
   "gpu-test       what needs a GPU; installs nothing" \
   "gpu-bench      what a GPU's kernels and steps reach" \
   "hostile        hostile clients, and what others have meanwhile; nine minutes" \
-  "replica-test   streams on replicas and nodes that are killed, held against one engine" \
+  "replica-test   streams on replicas and nodes that are killed, held against one engine; what routing finds cached" \
   "ray-test       a cluster of Ray on this machine: lost nodes and actors, an update; installs Ray" \
   "soak           mixed traffic with kills; twenty minutes" \
   "api-fuzz       requests made from our OpenAPI document; installs schemathesis" \
@@ -102,6 +102,7 @@ hostile: $(VENV)/.dev
 replica-test: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m replicas $(ARGS)
 	PYTHONPATH=tests $(BIN)/python -m replicas.nodes
+	PYTHONPATH=tests $(BIN)/python -m replicas.routing
 
 # A cluster of Ray on this machine, in an environment of its own over ours: lost nodes and actors, an update; five minutes.
 ray-test: $(VENV)/.dev .venv-ray/.complete
