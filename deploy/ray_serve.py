@@ -13,6 +13,7 @@ The module is imported by Ray alone: put its folder on the PYTHONPATH of the clu
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import os
 import re
@@ -130,7 +131,7 @@ class Registry:
     def fronts(self) -> list[str]:
         """The URLs of the fronts."""
         now = time.monotonic()
-        return sorted(url for url, _, until in self._fronts.values() if until > now)
+        return sorted(url for url, _, until in self._fronts.values() if url and until > now)
 
 
 def registry_of(settings: Settings) -> Any:
@@ -240,6 +241,10 @@ class QuireNode:
         settings = Settings.model_validate(given)
         self._registry, self._name = registry_of(settings), os.urandom(8).hex()
         self._wanted = -1
+        if os.nice(0) > 0:
+            logging.getLogger("ray.serve").warning(
+                "the engine gets a niceness of %d; RAY_worker_niceness=0 at `ray start` ends that", os.nice(0)
+            )
         host = settings.node_host or ray.util.get_node_ip_address()
         shown = f"[{host}]" if ":" in host else host
         program = [sys.executable, "-P", "-m", "quire_server.cli", "engine", "--listen", f"{shown}:0"]
@@ -293,8 +298,9 @@ class QuireFront:
         place = ["--host", host, "--port", str(settings.fronts.port), "--drain-timeout", str(settings.drain_seconds)]
         model = [settings.model] if settings.model else []
         self._child = Child([*program, *place, *settings.flags, *settings.fronts.flags, *model], settings.drain_seconds)
-        self._url = self._child.wait_for(_SERVES, settings.nodes.start_seconds)[1]
+        # While it waits for a node, nodes come and go: those of another model end during an update.
         self._renewal = Renewal(self._renew)
+        self._url = self._child.wait_for(_SERVES, settings.nodes.start_seconds)[1]
 
     def _first_nodes(self) -> list[str]:
         """The nodes' addresses, when there is one: Serve starts nodes and fronts at the same time."""
@@ -311,8 +317,9 @@ class QuireFront:
     def _renew(self) -> None:
         if not self._child.is_running:
             return
-        with suppress(OSError, ValueError):
-            self._wanted = _wanted(self._url)
+        if self._url:
+            with suppress(OSError, ValueError):
+                self._wanted = _wanted(self._url)
         found = ray.get(self._registry.renew_front.remote(self._name, self._url, self._wanted), timeout=LEASE_SECONDS)
         if found:  # else Ray has lost its registry rather than we all nodes
             self._write(found)

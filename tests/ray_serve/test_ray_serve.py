@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -47,6 +48,7 @@ class Cluster:
             "PYTHONPATH": str(ROOT / "deploy"),
             "RAY_ADDRESS": f"127.0.0.1:{self.head}",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
         }
         self.url, self.proxied = f"http://127.0.0.1:{self.front}", f"http://127.0.0.1:{self.proxy}"
 
@@ -304,6 +306,20 @@ def test_nodes_are_added_as_the_fronts_want(cluster: Cluster, expected: list[Any
             each.result()
 
 
+@pytest.mark.timeout(900)
+def test_an_update_to_another_model_leaves_no_front_with_the_nodes_of_the_old_one(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    other = tmp_path / "other-model"
+    shutil.copytree(ROOT / "engine" / "quire_engine" / "demo" / "quire-demo", other)
+    with (other / "tokenizer.json").open("a") as tokenizer:
+        tokenizer.write("\n")
+    cluster.deploy(drain_seconds=20, model=str(other))
+    cluster.until(lambda: cluster.ready() == 2, "nodes of the other model")
+    body = {"model": "other-model", "prompt": "Once", "max_tokens": 4}
+    assert httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=SECONDS).status_code == 200
+
+
 def test_the_commands_of_the_page_are_those_that_run_here(cluster: Cluster) -> None:
     page = (ROOT / "docs" / "ray.md").read_text()
     commands = re.search(r"```sh\n(.*?)```", page, re.DOTALL)
@@ -311,7 +327,7 @@ def test_the_commands_of_the_page_are_those_that_run_here(cluster: Cluster) -> N
     words = [line.split()[:2] for line in commands[1].splitlines()]
     assert words == [
         ["pip", "install"],
-        ["PYTHONPATH=deploy", "ray"],
+        ["PYTHONPATH=deploy", "RAY_worker_niceness=0"],
         ["serve", "deploy"],
         ["curl", "http://127.0.0.1:8000/v1/completions"],
         ["serve", "status"],
