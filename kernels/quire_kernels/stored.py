@@ -19,6 +19,8 @@ from torch import Tensor
 StoredKind = Literal["nibbles", "six_bits", "bytes", "e4m3"]
 UNIT_COLUMNS = 256  # that share a unit
 _LEAST_COMMON_GROUP, _SIX_BITS = 16, 6
+_E4M3_NAN = 0x7F  # beside its sign
+_LARGEST = {"six_bits": 32.0, "bytes": 128.0, "e4m3": 448.0}
 _VALUES_AT_ONCE = 1 << 22  # that are made into floats
 _NUMBERS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -89,6 +91,17 @@ class StoredMatrix:
             wide[rows] = self.over_rows(lambda part, rows=rows: part[rows])._numbers_of_codes()  # type: ignore[misc]
         return wide
 
+    def is_finite(self) -> bool:
+        """Whether every number is finite; scales that are finite may still give numbers that are not."""
+        if self.kind == "e4m3" and bool(((self.codes & _E4M3_NAN) == _E4M3_NAN).any()):
+            return False
+        largest = max(map(abs, self.table)) if self.kind == "nibbles" else _LARGEST[self.kind]
+        largest += 0.0 if self.zero_points is None else _largest(self.zero_points)
+        largest *= _largest(self.scales) * (1.0 if self.scale_units is None else _largest(self.scale_units))
+        if self.offsets is not None:
+            largest += _largest(self.offsets) * (1.0 if self.offset_units is None else _largest(self.offset_units))
+        return largest < torch.finfo(torch.float32).max or bool(torch.isfinite(self.dequantised()).all())
+
     def _numbers_of_codes(self) -> Tensor:
         if self.kind == "nibbles":
             values = torch.tensor(self.table, device=self.codes.device)[self.codes.int()]
@@ -112,6 +125,14 @@ class StoredMatrix:
 
     def _of_columns(self, of_groups: Tensor) -> Tensor:
         return of_groups.repeat_interleave(self.group_size, dim=1)[:, : self.codes.shape[1]]
+
+
+def _largest(values: Tensor) -> float:
+    """The largest distance from 0; NaN if one is."""
+    if not values.numel():
+        return 0.0
+    low, high = (float(bound) for bound in torch.aminmax(values))  # NaN is both bounds
+    return max(-low, high)
 
 
 def joined(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:

@@ -264,7 +264,7 @@ class Checkpoint:
             return None
         if self._latest_kept is None or self._latest_kept[0] != name:
             self._latest_kept = None
-            self._latest_kept = name, self._made(name, kept.read)
+            self._latest_kept = name, self._made(name, lambda parts: _finite(kept.read(parts)))
         found = self._latest_kept[1]
         if self.is_done(name):  # a tied head, once more after the embedding
             self.release(name)
@@ -283,6 +283,13 @@ class Checkpoint:
             raise ModelLoadError(f"{entry.path}: cannot read {entry.stored}: {error}") from error
         self._addresses[entry.stored] = tensor.data_ptr()
         return tensor
+
+
+def _finite(matrix: StoredMatrix | None) -> StoredMatrix | None:
+    """Raises ValueError for one with numbers that are not, although its scales are."""
+    if matrix is not None and not matrix.is_finite():
+        raise ValueError("holds values that are not finite numbers")
+    return matrix
 
 
 def _slice(entry: _Entry) -> _Slice:

@@ -27,7 +27,6 @@ _NIBBLES = tuple(map(float, range(16)))
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 EXPONENT_BIAS = 127  # of their scales (e8m0)
 _FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
-_E4M3_NAN = 0x7F  # of the bits beside the sign
 
 
 def decode_quantised(checkpoint: Checkpoint, form: Quantisation) -> None:
@@ -291,8 +290,6 @@ def _kept_with_scale(kind: StoredKind, block: tuple[int, int] | None, parts: dic
     _check_scales(scale)
     rows, columns = weight.shape
     codes = weight.contiguous().view(torch.uint8)
-    if kind == "e4m3" and bool(((codes & _E4M3_NAN) == _E4M3_NAN).any()):
-        raise ValueError("holds values that are not finite numbers")
     scales = scale.reshape(-1, 1).expand(rows, 1) if block is None else scale.repeat_interleave(block[0], dim=0)[:rows]
     group = columns if block is None else block[1]
     return StoredMatrix(kind=kind, codes=codes, group_size=group, scales=scales.contiguous())

@@ -11,7 +11,7 @@ from quire_engine.execution.models.gguf_blocks import dequantise, groups, stored
 from quire_engine.gguf import DECODED, KINDS
 from quire_kernels.cpu.ops import cpu_kernel_set
 from quire_kernels.cpu.stored import stored_bits
-from quire_kernels.stored import in_common_form, joined
+from quire_kernels.stored import StoredMatrix, in_common_form, joined
 from support.gguf_blocks import QUANTISED, numbers, random_blocks
 
 
@@ -84,6 +84,24 @@ def test_scales_that_are_not_finite_are_refused(kind: str) -> None:
     rows[1, at : at + 2] = np.array([np.inf], np.float16).view(np.uint8)
     with pytest.raises(ValueError, match="has scales that are not finite numbers"):
         stored_matrix(kind, torch.from_numpy(rows), 1)
+
+
+def test_numbers_beyond_float32_are_found_though_their_scales_are_within() -> None:
+    """A power of two that a scale may have, times the largest of its codes."""
+    rows = random_blocks("MXFP4", 3, 64, np.random.default_rng(2))
+    assert stored_matrix("MXFP4", torch.from_numpy(rows), 1).is_finite()
+    rows[1, 0] = 254  # 2^126 for half of 12, 8, 6 and so on
+    rows[1, 1:17] = 0x22
+    assert stored_matrix("MXFP4", torch.from_numpy(rows), 1).is_finite()  # of the largest scale, but small codes
+    rows[1, 5] = 0x72
+    assert not stored_matrix("MXFP4", torch.from_numpy(rows), 1).is_finite()
+
+
+@pytest.mark.parametrize(("code", "scale", "finite"), [(0x7E, 1.0, True), (0xFF, 1.0, False), (0x7E, 1e37, False)])
+def test_floats_of_eight_bits_are_finite_but_for_their_nan(code: int, scale: float, finite: bool) -> None:
+    codes = torch.full((2, 8), code, dtype=torch.uint8)
+    scales = torch.full((2, 1), scale)
+    assert StoredMatrix(kind="e4m3", codes=codes, group_size=8, scales=scales).is_finite() is finite
 
 
 # Bits of a weight: of its code, and its share of what a group has beside codes.
