@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from quire_bench.baselines import BASELINES
+from quire_bench.llama_bench import is_program
 from quire_bench.servers import BenchError
 from quire_bench.workload import OPEN_LOOP_SECONDS, LoadPoint, Mode, Span, Workload
 from quire_engine.simulation.traces import TraceError, read_trace
@@ -123,7 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="URL[,NAME]",
-        help="a peer, measured in turns; may be repeated",
+        help="a peer, measured in turns; may be repeated; or the file of a program llama-bench, for one stream",
     )
     on.add_argument(
         "--baseline",
@@ -132,7 +133,9 @@ def build_parser() -> argparse.ArgumentParser:
         default=[],
         help="also static batches by transformers' generate, or by our engine; may be repeated",
     )
-    on.add_argument("--checkpoint", metavar="DIR", help="model of the baselines, when the server is given by --url")
+    on.add_argument(
+        "--checkpoint", metavar="PATH", help="model of baselines and llama-bench, when the server is given by --url"
+    )
     on.add_argument("--model", metavar="NAME", help="model to ask --url and our own server for [the first listed]")
     on.add_argument("--api-key", metavar="KEY", help="for --url or our own server; peers never get it")
     load = parser.add_argument_group("Load, one of")
@@ -243,6 +246,13 @@ def _check(asked: Asked) -> None:
         raise BenchError("baselines compute batches, which have no arrivals; use --concurrency")
     if asked.baselines and asked.url is not None and asked.checkpoint is None:
         raise BenchError("--baseline needs the model that --url serves: add --checkpoint DIR")
+    if any(is_program(peer.url) for peer in asked.against):
+        if [(point.mode, point.value) for point in asked.points] != [("concurrency", 1)]:
+            raise BenchError("llama-bench has one stream; use --concurrency 1")
+        if asked.workload.requests is None and asked.workload.seconds is not None:
+            raise BenchError("llama-bench computes a number of requests; use --requests and not --seconds alone")
+        if asked.url is not None and asked.checkpoint is None:
+            raise BenchError("llama-bench needs the GGUF file that --url serves: add --checkpoint FILE")
     if asked.plot is not None and find_spec("matplotlib") is None:
         raise BenchError("--plot needs matplotlib, which is not installed: pip install 'quire[bench]'")
     for path in (asked.json, asked.plot):

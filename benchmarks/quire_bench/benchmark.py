@@ -13,6 +13,7 @@ from dataclasses import replace
 from quire_bench.arguments import Asked, Peer
 from quire_bench.baselines import start_baseline
 from quire_bench.limits import Limits, probe_limits, shares, why_not_measurable
+from quire_bench.llama_bench import find_program, is_program
 from quire_bench.measures import Measures, measure
 from quire_bench.own_server import own_server
 from quire_bench.results import (
@@ -81,13 +82,17 @@ async def _targets(asked: Asked, stack: AsyncExitStack) -> list[Target]:
     else:
         flags = [*asked.serve_flags, *(("--api-key", asked.api_key) if asked.api_key else ())]
         first = Peer(url=await stack.enter_async_context(own_server(flags)), name="quire")
-    servers = [await _server(first, asked, api_key=asked.api_key, model=asked.model)]
-    servers += [await _server(peer, asked, api_key=None, model=None) for peer in asked.against]
-    targets: list[Target] = list(servers)
-    for server in servers:
-        stack.push_async_callback(server.close)
+    targets: list[Target] = [await _server(first, asked, api_key=asked.api_key, model=asked.model)]
+    model = ["--model", asked.checkpoint] if asked.checkpoint is not None else []
+    for peer in asked.against:
+        if is_program(peer.url):
+            file = str(parse_flags([*asked.serve_flags, *model]).model)
+            targets.append(await find_program(peer.url, peer.name, file))
+        else:
+            targets.append(await _server(peer, asked, api_key=None, model=None))
+    for target in targets:
+        stack.push_async_callback(target.close)
     if asked.baselines:
-        model = ["--model", asked.checkpoint] if asked.checkpoint is not None else []
         config = parse_flags([*asked.serve_flags, *model]).engine_config()
         streams = int(max(point.value for point in asked.points))
         for name in asked.baselines:
