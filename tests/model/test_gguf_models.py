@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ NO_CHOICE: dict[str, dict[str, Any]] = {
     "gemma3": {"query_pre_attn_scalar": 32},
     "qwen2_moe": {"mlp_only_layers": []},
     "qwen3_moe": {"mlp_only_layers": []},
+    # Windows are not said either, and the MLP beside experts is as wide as the converter's quotient.
+    "dots1": {"sliding_window": None, "attention_bias": True},
+    "ernie4_5_moe": {"intermediate_size": 160},
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -95,6 +99,38 @@ def test_a_family_has_the_bits_of_its_safetensors(family: str, tmp_path: Path) -
     folder = same_numbers(path, dense)
     assert load_model_config(folder).dtype == "float32"
     same_logits(folder, dense)
+
+
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
+    path, dense = make_gguf(tmp_path, "glm4_moe", num_hidden_layers=3, change={"glm4moe.nextn_predict_layers": 1})
+    config = json.loads((dense / "config.json").read_text())
+    config |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    (dense / "config.json").write_text(json.dumps(config))
+    folder = unfolded(path)
+    found = load_model_config(folder)
+    assert (found.num_layers, found.more_layers) == (2, 1)
+    same_logits(folder, dense)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "reason"),
+    [
+        ("glm4_moe", {"glm4moe.nextn_predict_layers": 2}, "nextn_predict_layers=2 are all the layers that there are"),
+        ("dots1", {"dots1.expert_gating_func": 1}, "dots1.expert_gating_func=1 is not supported"),
+        ("dots1", {"dots1.expert_used_count": None}, "dots1.expert_used_count is missing"),
+        (
+            "ernie4_5_moe",
+            {"ernie4_5-moe.expert_shared_feed_forward_length": 40},
+            "expert_shared_feed_forward_length=40 is not that of 2 experts of 40",
+        ),
+    ],
+)
+def test_experts_that_are_not_known_are_refused_by_their_key(
+    family: str, change: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    path, _ = make_gguf(tmp_path, family, change=change, **NO_CHOICE.get(family, {}))
+    with pytest.raises(ModelLoadError, match=reason):
+        unfolded(path)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -30,10 +30,31 @@ ARCHITECTURES = {
     **{"olmo3": "olmo2", "glm4": "glm4", "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "cohere": "command-r"},
     **{"cohere2": "cohere2", "exaone4": "exaone4", "qwen3_moe": "qwen3moe", "mixtral": "llama"},
     **{"olmoe": "olmoe", "gpt_oss": "gpt-oss", "qwen2_moe": "qwen2moe"},
+    **{"glm4_moe": "glm4moe", "dots1": "dots1", "ernie4_5_moe": "ernie4_5-moe"},
 }
 _PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral"}
 _SHIFTED = {"gemma2", "gemma3"}
 _EXPERTS = {"qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gpt_oss"}
+# Keys of the families whose first layers have no experts, by the options that the converter reads.
+_BEHIND = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+}
+_BETWEEN = {
+    "expert_count": "moe_num_experts",
+    "expert_used_count": "moe_k",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "moe_num_shared_experts",
+    "leading_dense_block_count": "moe_layer_start_index",
+    "interleave_moe_layer_step": "moe_layer_interval",
+}
+_OF_LAYERS = {"glm4_moe": _BEHIND, "dots1": _BEHIND, "ernie4_5_moe": _BETWEEN}
 Kinds = Callable[[str, tuple[int, ...]], str]
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -105,7 +126,9 @@ def _store(  # noqa: PLR0917 - what a tensor depends on
     layers = config["num_hidden_layers"]
     arch = next(each for each, text in gguf.MODEL_ARCH_NAMES.items() if text == ARCHITECTURES[family])
     new = gguf.get_tensor_name_map(arch, layers).get_name(name, try_suffixes=(".weight", ".bias"))
-    if name.endswith(".sinks"):
+    if name.endswith("e_score_correction_bias"):
+        new = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
+    elif name.endswith(".sinks"):
         new = f"blk.{name.split('.')[2]}.attn_sinks.weight"
     assert new is not None, name
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
@@ -187,7 +210,7 @@ def metadata_of(config: Mapping[str, Any], family: str) -> dict[str, Any]:
         found |= {"attention.layer_norm_epsilon": config["layer_norm_eps"], "logit_scale": config["logit_scale"]}
     else:
         found["attention.layer_norm_rms_epsilon"] = config["rms_norm_eps"]
-    if config.get("sliding_window") and family not in {"qwen2", "qwen3", "smollm3"}:
+    if config.get("sliding_window") and family not in {"qwen2", "qwen3", "smollm3", "dots1"}:
         found["attention.sliding_window"] = config["sliding_window"]
         types = config.get("layer_types")
         if types and len(set(types)) > 1:
@@ -200,14 +223,7 @@ def metadata_of(config: Mapping[str, Any], family: str) -> dict[str, Any]:
     if rope.get("rope_type") == "longrope" and original:
         scale = config["max_position_embeddings"] / original
         found["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
-    if family in _EXPERTS:
-        count = config.get("num_local_experts") or config["num_experts"]
-        found |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
-    if "shared_expert_intermediate_size" in config:
-        found["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
-    if family in {"qwen2_moe", "qwen3_moe", "gpt_oss"}:
-        inner = config.get("moe_intermediate_size", config["intermediate_size"])
-        found["expert_feed_forward_length"] = inner
+    found |= _experts(config, family)
     scales = {
         "granite": {
             "attention.scale": "attention_multiplier",
@@ -220,6 +236,23 @@ def metadata_of(config: Mapping[str, Any], family: str) -> dict[str, Any]:
     found |= {key: float(config[name]) for key, name in scales.get(family, {}).items()}
     about = {"general.architecture": arch, "general.type": "model", "general.name": "tiny", "general.file_type": 15}
     return {**about, **{f"{arch}.{key}": value for key, value in found.items()}}
+
+
+def _experts(config: Mapping[str, Any], family: str) -> dict[str, Any]:
+    found: dict[str, Any] = {key: config[name] for key, name in _OF_LAYERS.get(family, {}).items()}
+    if family in _EXPERTS:
+        count = config.get("num_local_experts") or config["num_experts"]
+        found |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
+    if "shared_expert_intermediate_size" in config:
+        found["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
+    if family in {"qwen2_moe", "qwen3_moe", "gpt_oss"}:
+        inner = config.get("moe_intermediate_size", config["intermediate_size"])
+        found["expert_feed_forward_length"] = inner
+    if family in {"glm4_moe", "dots1"}:
+        found |= {"expert_gating_func": 2, "expert_weights_scale": float(config["routed_scaling_factor"])}
+    if family == "ernie4_5_moe":  # the converter's own quotient, which is right for the models that there are
+        found["expert_shared_feed_forward_length"] = config["intermediate_size"] // config["num_key_value_heads"]
+    return found
 
 
 def tokenizer_metadata(folder: Path, pre: str = "gpt-2") -> dict[str, Any]:

@@ -27,6 +27,7 @@ _LAST_TOKEN = 3  # a pooling type: the vector of the last token, which is what d
 # The values with which Llama 3's rotations were stretched wherever they were; files hold only what came of them.
 _LLAMA3_ORIGINAL, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
 _LOCAL_THETA = 10000.0  # of Gemma 3's windowed layers
+_BY_SOFTMAX, _BY_SIGMOID = 1, 2  # of llama.cpp's gating functions
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 # Layers of the models whose queries are scaled by the width of a share of the hidden state, and not of a head.
 _SCALED_BY_SHARE = {"gemma2": 46, "gemma3": 62}
@@ -58,6 +59,9 @@ class _Reader:
 
     def number(self, key: str, default: float | None = None) -> float:
         return self.metadata.number(self.prefix + key, default)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        return self.metadata.boolean(self.prefix + key, default)
 
     def text(self, key: str, default: str) -> str:
         return self.metadata.text(self.prefix + key, default)
@@ -273,12 +277,68 @@ def _layer_types(reader: _Reader, each: int) -> Config:
 
 
 def _experts(reader: _Reader) -> Config:
-    """Experts, whose logits a softmax makes into scores."""
-    reader.only("expert_gating_func", 0, 1)
+    """Experts of every layer, whose logits a softmax makes into scores."""
+    reader.only("expert_gating_func", 0, _BY_SOFTMAX)
     reader.only("expert_weights_scale", 0.0, 1.0)
     reader.only("expert_shared_count", 0)
     reader.only("leading_dense_block_count", 0)
     return {"num_experts_per_tok": reader.integer("expert_used_count")}
+
+
+def _experts_by_sigmoid(reader: _Reader) -> Config:
+    """Experts of the layers behind the first ones, as DeepSeek V3 chooses them: a sigmoid makes logits into scores."""
+    reader.only("expert_gating_func", 0, _BY_SIGMOID)
+    reader.only("expert_shared_feed_forward_length", 0)
+    return {
+        **_attention_bias(reader),
+        "n_routed_experts": reader.integer("expert_count"),
+        "num_experts_per_tok": reader.integer("expert_used_count"),
+        "moe_intermediate_size": reader.integer("expert_feed_forward_length"),
+        "n_shared_experts": reader.integer("expert_shared_count", 0, least=0),
+        "first_k_dense_replace": reader.integer("leading_dense_block_count", 0, least=0),
+        "routed_scaling_factor": reader.number("expert_weights_scale", 0.0) or 1.0,
+        "norm_topk_prob": reader.boolean("expert_weights_norm", False),
+        "n_group": reader.integer("expert_group_count", 0, least=0) or 1,
+        "topk_group": reader.integer("expert_group_used_count", 0, least=0) or 1,
+    }
+
+
+def _glm4moe(reader: _Reader) -> Config:
+    """The layers behind the last ones guess further tokens and are left out."""
+    more, head_dim = reader.integer("nextn_predict_layers", 0, least=0), reader.integer("attention.key_length")
+    layers = reader.integer("block_count") - more
+    if layers < 1:
+        raise reader.metadata.error(f"{reader.prefix}nextn_predict_layers={more} are all the layers that there are")
+    return {
+        **_experts_by_sigmoid(reader),
+        "num_hidden_layers": layers,
+        "num_nextn_predict_layers": more,
+        "partial_rotary_factor": reader.integer("rope.dimension_count", head_dim // 2) / head_dim,
+        "use_qk_norm": reader.has_tensor("blk.0.attn_q_norm.weight"),
+    }
+
+
+def _dots1(reader: _Reader) -> Config:
+    return {**_experts_by_sigmoid(reader), "sliding_window": None}
+
+
+def _ernie4_5_moe(reader: _Reader) -> Config:
+    reader.only("expert_gating_func", 0, _BY_SOFTMAX)
+    reader.only("expert_weights_scale", 0.0, 1.0)
+    inner, shared = reader.integer("expert_feed_forward_length"), reader.integer("expert_shared_count", 0, least=0)
+    width = reader.integer("expert_shared_feed_forward_length", inner * shared, least=0)
+    if width != inner * shared:
+        raise reader.metadata.error(
+            f"{reader.prefix}expert_shared_feed_forward_length={width} is not that of {shared} experts of {inner}"
+        )
+    return {
+        "moe_num_experts": reader.integer("expert_count"),
+        "moe_k": reader.integer("expert_used_count"),
+        "moe_intermediate_size": inner,
+        "moe_num_shared_experts": shared,
+        "moe_layer_start_index": reader.integer("leading_dense_block_count", 0, least=0),
+        "moe_layer_interval": reader.integer("interleave_moe_layer_step", 1),
+    }
 
 
 def _qwen3moe(reader: _Reader) -> Config:
@@ -427,7 +487,10 @@ class _Architecture:
     interleaved: bool = False  # rows of queries and keys, by llama.cpp's converter
 
 
-_WITH_EXPERTS = ("llama.", "qwen2moe.", "qwen3moe.", "olmoe.", "gpt-oss.")
+_WITH_EXPERTS = (
+    *("llama.", "qwen2moe.", "qwen3moe.", "olmoe.", "gpt-oss."),
+    *("glm4moe.", "dots1.", "ernie4_5-moe."),
+)
 _ARCHITECTURES = {
     "llama": _Architecture("LlamaForCausalLM", _llama, interleaved=True),
     "mistral3": _Architecture("MistralForCausalLM", lambda _: {"sliding_window": None}, interleaved=True),
@@ -449,4 +512,7 @@ _ARCHITECTURES = {
     "qwen3moe": _Architecture("Qwen3MoeForCausalLM", _qwen3moe),
     "olmoe": _Architecture("OlmoeForCausalLM", _olmoe),
     "gpt-oss": _Architecture("GptOssForCausalLM", _gpt_oss),
+    "glm4moe": _Architecture("Glm4MoeForCausalLM", _glm4moe),
+    "dots1": _Architecture("Dots1ForCausalLM", _dots1),
+    "ernie4_5-moe": _Architecture("Ernie4_5_MoeForCausalLM", _ernie4_5_moe),
 }

@@ -38,9 +38,12 @@ _SLOTS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
 }
+_WHOLE = (".sinks", "_bias")  # ends of slots that are whole names
 # One tensor for all experts of a layer, of rows as each one multiplies.
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_OF_A_LAYER = re.compile(r"blk\.(0|[1-9]\d*)\.")
 _SHARED_GATE = "ffn_gate_inp_shexp"  # one row, which may be stored as such
 # What the configuration was derived from already.
 _DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -52,6 +55,9 @@ def take_gguf(checkpoint: Checkpoint, config: ModelConfig) -> None:
     Raises ModelLoadError for types that are not read. Names that no family has stay as they are: the check of all names
     against the configuration refuses them.
     """
+    # Layers that guess further tokens lie behind those of the model.
+    more = range(config.num_layers, config.num_layers + config.more_layers)
+    checkpoint.drop(lambda name: (match := _OF_A_LAYER.match(name)) is not None and int(match[1]) in more)
     checkpoint.drop(lambda name: name in _DERIVED)
     slots = _slots(config)
     for stored in sorted(checkpoint.names):
@@ -87,7 +93,8 @@ def _slots(config: ModelConfig) -> dict[str, str]:
     if config.experts is not None and config.experts.shared_inner:
         entry = config.experts.entry
         found |= {f"ffn_{each}_shexp": f"mlp.{entry.shared}.{each}_proj" for each in ("gate", "up", "down")}
-        found[_SHARED_GATE] = f"mlp.{entry.shared_gate}"
+        if entry.shared_gate is not None:
+            found[_SHARED_GATE] = f"mlp.{entry.shared_gate}"
     return found
 
 
@@ -96,7 +103,7 @@ def _name(stored: str, slots: dict[str, str]) -> str:
     if match is None or match["slot"] not in slots:
         return _TOP.get(stored, stored)
     slot = slots[match["slot"]]
-    return f"model.layers.{match['layer']}.{slot}" + ("" if slot.endswith(".sinks") else f".{match['kind']}")
+    return f"model.layers.{match['layer']}.{slot}" + ("" if slot.endswith(_WHOLE) else f".{match['kind']}")
 
 
 def _divide_experts(checkpoint: Checkpoint, stored: str, kind: str, shape: tuple[int, ...], count: int) -> bool:
