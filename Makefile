@@ -8,7 +8,7 @@ JOBS ?= 2
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
 .PHONY: help serve test kernel-test kernel-matrix schema-test draft-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim \
-  schedule-test property-test model-matrix emulated-test damage-test model-sweep hostile replica-test ray-test soak api-fuzz audit lock sbom check format bench headline \
+  schedule-test property-test model-matrix emulated-test damage-test token-test model-sweep hostile replica-test ray-test soak api-fuzz audit lock sbom check format bench headline \
   clean
 
 HELP := \
@@ -29,6 +29,7 @@ HELP := \
   "property-test  random replies and logs, at length; ten minutes" \
   "model-matrix   further sizes of chunks and batches of the models; two minutes" \
   "damage-test    100,000 damaged files of weights; a quarter of an hour" \
+  "token-test     tokens of GGUF files, held against llama.cpp's; builds llama.cpp, a quarter of an hour" \
   "emulated-test  the kernels for instruction sets that this CPU lacks" \
   "kernel-sim     the GPU's kernels without a GPU; half an hour" \
   "gpu-test       what needs a GPU; installs nothing" \
@@ -205,6 +206,25 @@ damage-test: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 500 --timeout 3600 \
 	  tests/property/test_damaged_files.py $(ARGS)
 
+# Tokens of GGUF files, held against llama.cpp's on the very same files: one of every way of splitting, and the vocabularies
+# of real models that come with llama.cpp's sources. Those are built first, a quarter of an hour; then ten minutes.
+token-test: $(VENV)/.dev .venv-llama/.complete
+	LLAMA_PYTHON=.venv-llama/bin/python PYTHONPATH=tests $(BIN)/python -m llama_tokens \
+	  .venv-llama/vocabularies/*.gguf $(ARGS)
+
+# Its vocabularies of models that we do not read stay away.
+.venv-llama/.complete: Makefile
+	$(PYTHON) -m venv .venv-llama
+	.venv-llama/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: \
+	  --dest .venv-llama/sources llama-cpp-python
+	.venv-llama/bin/python -m pip install --quiet --disable-pip-version-check .venv-llama/sources/llama_cpp_python-*.tar.gz
+	mkdir -p .venv-llama/vocabularies
+	tar -xzf .venv-llama/sources/llama_cpp_python-*.tar.gz -C .venv-llama/vocabularies --strip-components 4 --wildcards \
+	  $(foreach name,$(VOCABULARIES),'*/llama.cpp/models/ggml-vocab-$(name).gguf*')
+	touch $@
+
+VOCABULARIES := baichuan command-r deepseek-coder gpt-2 llama-bpe llama-spm mpt nomic-bert-moe phi-3 qwen2 qwen35 refact starcoder
+
 # The kernels for instruction sets that this x86-64 CPU may lack, a minute or two each.
 EMULATED ?= amx avx512_bf16 avx512_vnni avx512 avx2_vnni
 emulated-test: $(VENV)/.dev
@@ -252,4 +272,4 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@ $(VENV)/.serve
 
 clean:
-	rm -rf $(VENV) .venv-sim .venv-oldest .venv-clients .venv-fuzz .venv-audit .venv-lock .venv-sbom .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-sim .venv-oldest .venv-clients .venv-fuzz .venv-audit .venv-lock .venv-sbom .venv-llama .mypy_cache .ruff_cache .pytest_cache .hypothesis

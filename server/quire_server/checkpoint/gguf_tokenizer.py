@@ -6,7 +6,8 @@ by name, since guessing it would change tokens. Must not know: torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,13 @@ _SPECIAL = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-_DEFAULTS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}  # of the sentencepiece style
+# Ids of the models whose files need not name them: sentencepiece's BPE, and its unigrams.
+_DEFAULTS: dict[str, dict[str, int]] = {
+    "llama": {"bos_token": 1, "eos_token": 2, "unk_token": 0},
+    "t5": {"eos_token": 1, "unk_token": 2, "pad_token": 0},
+}
+# Tokens behind which Phi 3 does not drop white space, as it does behind its others.
+_KEEPS_SPACE = frozenset(["<unk>", "<s>", "<|endoftext|>"])
 
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -60,7 +67,7 @@ _REST_OF_CASED = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 class _Split:
     """How text is cut into words before their bytes are merged, as the models' own tokenizer.json say."""
 
-    pattern: str = ""  # empty: that of GPT-2
+    patterns: tuple[str, ...] = ()  # one after another; none: that of GPT-2
     digits_alone: bool = False
     composed: bool = False  # Unicode is brought into form C first
     whole_words: bool = False  # a word that is a token is not made of merges
@@ -69,31 +76,54 @@ class _Split:
 
 _OF_GPT2 = _Split()
 _OF_CODE = _Split(digits_alone=True)
-_OF_LLAMA3 = _Split(pattern=rf"{_ENGLISH}|{_WORD}|\p{{N}}{{1,3}}|{_REST}", whole_words=True, adds_bos=True)
-_OF_GPT4 = _Split(pattern=_OF_LLAMA3.pattern)
-_OF_DISTILLED_QWEN = _Split(pattern=rf"{_ENGLISH}|{_WORD}|\p{{N}}|{_REST}")
-_OF_QWEN = _Split(pattern=_OF_DISTILLED_QWEN.pattern, composed=True)
+_OF_LLAMA3 = _Split(patterns=(rf"{_ENGLISH}|{_WORD}|\p{{N}}{{1,3}}|{_REST}",), whole_words=True, adds_bos=True)
+_OF_GPT4 = _Split(patterns=_OF_LLAMA3.patterns)
+_OF_GLM = _Split(patterns=_OF_LLAMA3.patterns, whole_words=True)
+_OF_DISTILLED_QWEN = _Split(patterns=(rf"{_ENGLISH}|{_WORD}|\p{{N}}|{_REST}",))
+_OF_QWEN = _Split(patterns=_OF_DISTILLED_QWEN.patterns, composed=True)
 _OF_QWEN35 = _Split(
-    pattern=rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    patterns=(
+        rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
     composed=True,
 )
-_OF_TEKKEN = _Split(pattern=rf"{_CASED}|{_CASED_UPPER}|\p{{N}}|{_REST_OF_CASED}", whole_words=True, adds_bos=True)
-_OF_GPT4O = _Split(pattern=rf"{_CASED}{_ENGLISH}?|{_CASED_UPPER}{_ENGLISH}?|\p{{N}}{{1,3}}|{_REST_OF_CASED}")
-_OF_SEED = _Split(pattern=rf"{_ENGLISH}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+")
+_OF_TEKKEN = _Split(patterns=(rf"{_CASED}|{_CASED_UPPER}|\p{{N}}|{_REST_OF_CASED}",), whole_words=True, adds_bos=True)
+_OF_GPT4O = _Split(patterns=(rf"{_CASED}{_ENGLISH}?|{_CASED_UPPER}{_ENGLISH}?|\p{{N}}{{1,3}}|{_REST_OF_CASED}",))
+_OF_SEED = _Split(patterns=(rf"{_ENGLISH}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",))
+_OF_DEEPSEEK_CODER = _Split(
+    patterns=(
+        r"[\r\n]",
+        r"\s?\p{L}+",
+        r"\s?\p{P}+",
+        r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+        r"\p{N}",
+    )
+)
+_OF_DEEPSEEK3 = _Split(
+    patterns=(
+        r"\p{N}{1,3}",
+        r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
 # The values of tokenizer.ggml.pre.
-_SPLITS = {
-    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3", "falcon3", "pixtral"), _OF_LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _OF_GPT4),
+SPLITTING = {
+    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3", "falcon3", "pixtral", "midm-2.0"), _OF_LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _OF_GPT4),
+    "glm4": _OF_GLM,
     **dict.fromkeys(("qwen2", "megrez"), _OF_QWEN),
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), _OF_DISTILLED_QWEN),
     "qwen35": _OF_QWEN35,
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4", "mpt"), _OF_GPT2),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4", "mpt", "mellum", "trillion"), _OF_GPT2),
     **dict.fromkeys(("starcoder", "refact", "smollm", "codeshell", "exaone", "minerva-7b"), _OF_CODE),
     "command-r": _Split(digits_alone=True, composed=True),
     "tekken": _OF_TEKKEN,
-    **dict.fromkeys(("gpt-4o", "llama4"), _OF_GPT4O),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _OF_GPT4O),
     "seed-coder": _OF_SEED,
+    "deepseek-coder": _OF_DEEPSEEK_CODER,
+    "deepseek-v3": _OF_DEEPSEEK3,
 }
 
 
@@ -138,7 +168,7 @@ class GgufVocabulary:
 
     def special(self) -> SpecialTokens:
         """The special tokens, by the keys that name them and by their texts."""
-        ids = {name: self._id(key, _DEFAULTS.get(name)) for name, key in _SPECIAL.items()}
+        ids = {name: self._special_id(name) for name in _SPECIAL}
         named = [ids["eos_token"], self._id("eot_token_id"), self._id("eom_token_id")]
         told = [
             place
@@ -160,6 +190,8 @@ class GgufVocabulary:
             return self._byte_level()
         if self.model == "llama":
             return self._sentencepiece()
+        if self.model == "t5":
+            return self._unigrams()
         raise self._error("model", f"{shown(self.model)} is not read; {_ADVICE}")
 
     def _error(self, key: str, reason: str) -> Exception:
@@ -169,10 +201,13 @@ class GgufVocabulary:
         """Models that answer in channels end each with <|end|>, and all with <|return|>."""
         return token == "<|end|>" and "<|return|>" in self._ids
 
+    def _special_id(self, name: str) -> int | None:
+        return self._id(_SPECIAL[name], _DEFAULTS.get(self.model, {}).get(name))
+
     def _id(self, key: str, default: int | None = None) -> int | None:
         value = self._metadata.raw(_KEY + key)
-        if value is None and self.model == "llama" and default is not None:
-            value = default if default < len(self.tokens) else None
+        if value is None and default is not None and default < len(self.tokens):
+            value = default
         if value is None or value == _NONE:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(self.tokens):
@@ -182,13 +217,15 @@ class GgufVocabulary:
     def _added(self) -> list[dict[str, Any]]:
         """Tokens that are found in a text before it is cut into words."""
         kinds = {_CONTROL: True, _UNKNOWN: True, _USER_DEFINED: False}
+        # Files do not say which tokens take the white space beside them: those of Phi 3, and the mask of XLM-RoBERTa.
+        is_phi3 = self.model == "llama" and self._metadata.text("general.architecture", "") == "phi3"
         return [
             {
                 "id": place,
                 "content": self.tokens[place],
                 "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
+                "lstrip": self.model == "t5" and self.tokens[place] == "<mask>",
+                "rstrip": is_phi3 and self.tokens[place] not in _KEEPS_SPACE,
                 "normalized": False,
                 "special": kinds[kind],
             }
@@ -198,18 +235,18 @@ class GgufVocabulary:
 
     def _byte_level(self) -> dict[str, Any]:
         pre = self._metadata.text(_KEY + "pre", "default")
-        split = _SPLITS.get(pre)
+        split = SPLITTING.get(pre)
         if split is None:
             raise self._error("pre", f"the way of splitting text {shown(pre)} is not known; {_ADVICE}")
         steps: list[dict[str, Any]] = []
         if split.digits_alone:
             steps.append({"type": "Digits", "individual_digits": True})
-        if split.pattern:
-            steps.append(
-                {"type": "Split", "pattern": {"Regex": split.pattern}, "behavior": "Isolated", "invert": False}
-            )
+        steps += [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            for pattern in split.patterns
+        ]
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-        steps.append({**level, "use_regex": not split.pattern})
+        steps.append({**level, "use_regex": not split.patterns})
         return {
             **self._frame(adds_bos=split.adds_bos),
             "normalizer": {"type": "NFC"} if split.composed else None,
@@ -242,7 +279,7 @@ class GgufVocabulary:
         if prefix:
             normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, replace]}
             decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-        unknown = self._id("unknown_token_id", _DEFAULTS["unk_token"])
+        unknown = self._special_id("unk_token")
         return {
             **self._frame(adds_bos=True),
             "normalizer": normalizer,
@@ -258,9 +295,7 @@ class GgufVocabulary:
 
     def _merges_of_scores(self) -> list[list[str]]:
         """Each way to make a token of two, the tokens with the highest scores first: what sentencepiece's BPE does."""
-        scores = self._metadata.floats(_KEY + "scores")
-        if scores is None or len(scores) != len(self.tokens):
-            raise self._error("scores", f"{0 if scores is None else len(scores)} values for {len(self.tokens)} tokens")
+        scores = self._scores()
         pieces = [place for place, kind in enumerate(self._types) if kind not in {_UNKNOWN, _CONTROL, _BYTE}]
         if sum(len(self.tokens[place]) ** 2 for place in pieces) > _MOST_WORK:
             raise self._error("tokens", "they are too long for their merges to be found")
@@ -272,6 +307,42 @@ class GgufVocabulary:
             pairs = [(known[left], known[right]) for left, right in cuts if left in known and right in known]
             merges += [[self.tokens[left], self.tokens[right]] for left, right in sorted(pairs)]
         return merges
+
+    def _scores(self) -> Sequence[float]:
+        scores = self._metadata.floats(_KEY + "scores")
+        if scores is None or len(scores) != len(self.tokens):
+            raise self._error("scores", f"{0 if scores is None else len(scores)} values for {len(self.tokens)} tokens")
+        return scores
+
+    def _unigrams(self) -> dict[str, Any]:
+        """Of all ways to cut a text the one with the highest sum of scores, as sentencepiece's unigrams."""
+        drops = self._metadata.boolean(_KEY + "remove_extra_whitespaces", False)
+        leads = drops or self._metadata.boolean(_KEY + "add_space_prefix", False)
+        unknown = self._special_id("unk_token")
+        if unknown is None:
+            raise self._error("unknown_token_id", f"there is none, which unigrams need; {_ADVICE}")
+        space = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "always" if leads else "never"}
+        steps = [{"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}] if drops else []
+        return {
+            **self._frame(adds_bos=False, adds_eos=True),
+            "normalizer": self._charsmap(),
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps, {**space, "split": False}]},
+            "decoder": {**space, "split": False},
+            "model": {
+                "type": "Unigram",
+                "unk_id": unknown,
+                "vocab": list(map(list, zip(self.tokens, self._scores(), strict=True))),
+                "byte_fallback": False,
+            },
+        }
+
+    def _charsmap(self) -> dict[str, Any] | None:
+        """The normalizer: the replacements of characters that sentencepiece makes before it cuts a text."""
+        values = self._metadata.integers(_KEY + "precompiled_charsmap")
+        if values is None:
+            return None
+        data = bytes(value & 0xFF for value in values)
+        return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
 
     def _bpe(self, merges: list[list[str]], **how: object) -> dict[str, Any]:
         return {
@@ -288,11 +359,11 @@ class GgufVocabulary:
             "merges": merges,
         }
 
-    def _frame(self, *, adds_bos: bool) -> dict[str, Any]:
-        """The parts that both styles share: the added tokens, and those that are put around a text."""
-        ids = {name: self._id(_SPECIAL[name], _DEFAULTS[name]) for name in ("bos_token", "eos_token")}
+    def _frame(self, *, adds_bos: bool, adds_eos: bool = False) -> dict[str, Any]:
+        """The parts that all styles share: the added tokens, and those that are put around a text."""
+        ids = {name: self._special_id(name) for name in ("bos_token", "eos_token")}
         bos = ids["bos_token"] if self._metadata.boolean(_KEY + "add_bos_token", adds_bos) else None
-        eos = ids["eos_token"] if self._metadata.boolean(_KEY + "add_eos_token", False) else None
+        eos = ids["eos_token"] if self._metadata.boolean(_KEY + "add_eos_token", adds_eos) else None
         processor = None
         if bos is not None or eos is not None:
             processor = {

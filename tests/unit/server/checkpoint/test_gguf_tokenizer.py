@@ -19,6 +19,8 @@ from quire_server.text.tokenizer import TextTokenizer
 from support.checkpoints import write_tokenizer
 from support.gguf_files import Typed
 from support.gguf_models import tokenizer_metadata
+from support.gguf_vocabularies import unigrams
+from support.llama_splits import SPLITS
 
 WORDS = (
     *("the", " The", "DON'T", "don't", "I'LL", "x's", "naïve", "ÜBER", "Straße", "日本語", "Привет", "한국어", "ไทย"),
@@ -59,32 +61,6 @@ def test_tokens_are_those_of_the_tokenizer_that_was_converted(folder: Path) -> N
     assert ours.decode_batch(ids, skip_special_tokens=False) == own.decode_batch(ids, skip_special_tokens=False)
 
 
-_CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
-_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_OLD = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CASED = r"((?=[\p{L}])([^a-z]))*((?=[\p{L}])([^A-Z]))+"
-_UPPER = r"((?=[\p{L}])([^a-z]))+((?=[\p{L}])([^A-Z]))*"
-_LEAD, _SLASHES = r"[^\r\n\p{L}\p{N}]?", r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# As llama.cpp's llama-vocab.cpp splits, one expression after another.
-SPLITS = {
-    "llama-bpe": [rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"],
-    "dbrx": [rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"],
-    "qwen2": [rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}|{_TAIL}"],
-    "deepseek-r1-qwen": [rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}|{_TAIL}"],
-    "qwen35": [
-        rf"{_CONTRACTIONS}|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}"
-        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ],
-    "gpt-2": [_OLD],
-    "starcoder": [r"\p{N}", _OLD],
-    "tekken": [rf"{_LEAD}{_CASED}|{_LEAD}{_UPPER}|\p{{N}}|{_SLASHES}"],
-    "gpt-4o": [rf"{_LEAD}{_CASED}{_CONTRACTIONS}?|{_LEAD}{_UPPER}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SLASHES}"],
-    "seed-coder": [
-        rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ],
-}
-
-
 @pytest.mark.parametrize("pre", SPLITS)
 def test_text_is_split_as_llama_cpp_splits_it(pre: str, folder: Path) -> None:
     ours = made(tokenizer_metadata(folder, pre))
@@ -112,9 +88,16 @@ def test_words_that_are_tokens_are_not_made_of_merges_where_llama_3_is_so(folder
     assert made(values | {"tokenizer.ggml.pre": "dbrx"}).encode("xqzv").tokens != ["xqzv"]
 
 
+def test_glms_words_that_are_tokens_are_not_made_of_merges_either(folder: Path) -> None:
+    values = tokenizer_metadata(folder, "glm4")
+    values["tokenizer.ggml.tokens"] = [*values["tokenizer.ggml.tokens"], "xqzv"]
+    values["tokenizer.ggml.token_type"] = [*values["tokenizer.ggml.token_type"], 1]
+    assert made(values).encode("xqzv").tokens == ["xqzv"]
+
+
 # -- The sentencepiece style
 
-_SPACE = "\u2581"
+_SPACE, _TOKENS = "\u2581", "tokenizer.ggml.tokens"
 _SPM_TEXT = ["the quick brown fox jumps over the lazy dog", "a quire is four sheets of paper", "foo  bar   baz", "日本"]
 
 
@@ -207,6 +190,58 @@ def test_special_tokens_are_found_before_text_is_split() -> None:
     assert found == [1, turn, *merged(values, "the"), gap, *merged(values, "fox"), 2]
 
 
+def test_phi_3s_tokens_take_the_white_space_behind_them() -> None:
+    values = sentencepiece(**{"general.architecture": "phi3"})
+    ids = {token: place for place, token in enumerate(values["tokenizer.ggml.tokens"])}
+    turn, fox = ids["<start_of_turn>"], merged(values, " fox")
+    assert made(values).encode("<start_of_turn> \n fox").ids == [1, turn, *fox]
+    assert made(values).encode("<s> fox").ids == [1, 1, *merged(values, "  fox")]  # but for its first ones
+    assert made(sentencepiece()).encode("<start_of_turn> fox").ids == [1, turn, *merged(values, "  fox")]
+
+
+# -- Unigrams
+
+
+def best(values: dict[str, Any], text: str) -> float:
+    """The highest sum of scores of the ways to cut a text, as llama.cpp's llm_tokenizer_ugm has it."""
+    scores, kinds = values["tokenizer.ggml.scores"], values["tokenizer.ggml.token_type"]
+    known = {token: score for token, score, kind in zip(values[_TOKENS], scores, kinds, strict=True) if kind == 1}
+    ways = [0.0]
+    for end in range(1, len(text) + 1):
+        cuts = [ways[start] + known[text[start:end]] for start in range(end) if text[start:end] in known]
+        if text[end - 1] not in known:
+            cuts.append(ways[end - 1] + min(known.values()) - 10.0)
+        ways.append(max(cuts))
+    return ways[-1]
+
+
+def test_unigrams_are_those_with_the_highest_sum_of_scores() -> None:
+    values = unigrams([text for text in texts(400, 5, SPM_WORDS) if "\n" not in text], 120)
+    ours, scores = made(values), values["tokenizer.ggml.scores"]
+    unknown = values["tokenizer.ggml.unknown_token_id"]
+    for text in texts(1000, 6, SPM_WORDS):
+        if "\n" in text:
+            continue
+        spaced = "".join(_SPACE + word for word in text.split(" ") if word)
+        found = ours.encode(text, add_special_tokens=False)
+        assert "".join(found.tokens) == spaced
+        assert sum(scores[each] for each in found.ids) == pytest.approx(best(values, spaced), abs=1e-9), text
+    user = values[_TOKENS].index("<|user|>")
+    ids = ours.encode(" the  <|user|>fox \u2603\u2603").ids
+    assert ids[-2:] == [unknown, 1]  # unknown ones are one, behind which the text ends
+    assert ids[ids.index(user) + 1] == ours.token_to_id(_SPACE + "fox")
+    assert ours.decode(ours.encode("the quick fox").ids) == "the quick fox"
+
+
+def test_unigrams_keep_spaces_where_the_file_says_so() -> None:
+    values = unigrams(["a b", "b a", "ab"], 40) | {"tokenizer.ggml.remove_extra_whitespaces": False}
+    assert made(values).decode(made(values).encode("a  b ").ids) == "a  b "
+    bare = values | {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_eos_token": False}
+    assert _SPACE not in "".join(made(bare).encode("ab").tokens)
+    with pytest.raises(ModelLoadError, match="scores: 1 values for"):
+        made(values | {"tokenizer.ggml.scores": [0.0]})
+
+
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
@@ -270,7 +305,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"tokenizer.ggml.pre": None},
         "'default' is not known; put the model's tokenizer.json beside the file",
     ),
-    "another model": ({"tokenizer.ggml.model": "t5"}, "model: 't5' is not read; put the model's tokenizer.json beside"),
+    "another model": (
+        {"tokenizer.ggml.model": "rwkv"},
+        "model: 'rwkv' is not read; put the model's tokenizer.json beside",
+    ),
     "no model": ({"tokenizer.ggml.model": None}, "model: 'none' is not read"),
     "no tokens": ({"tokenizer.ggml.tokens": None}, "tokens: there are no tokens"),
     "numbers for tokens": ({"tokenizer.ggml.tokens": [1, 2]}, "tokens must be a list of strings"),
