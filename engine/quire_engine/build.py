@@ -261,6 +261,7 @@ class Resolved:
             why_no_text=_why_no_text(self.model),
             speculates=self.asked.speculation != "off",
             tells_prefixes=self.asked.tells_prefixes,
+            tells_blocks=self.asked.tells_blocks,
             windows=self.layout.windows,
             limits=self.asked.limits,
         )

@@ -145,6 +145,7 @@ class EngineConfig:
     max_cpu_loras: int | None = None  # adapters in memory; None: as many as run at once
     check_invariants: bool = False  # after every step, not only when idle
     tells_prefixes: bool = False  # a router asks which prompt blocks are cached
+    tells_blocks: bool = False  # events of the cache are published, with tokens
     faults: tuple[Fault, ...] = ()  # to be injected, for tests
 
 

@@ -312,8 +312,15 @@ class Engine:
         preparing = {each.adapter.name for each in self._preparing.values() if each.adapter is not None}
         if preparing:
             stats = replace(stats, waiting_adapters=stats.waiting_adapters | preparing)
-        prefixes = self._scheduler.take_prefixes()
-        self.on_step(StepOutput(step_id=self._step_id, outputs=tuple(outputs), stats=stats, prefixes=prefixes))
+        self.on_step(
+            StepOutput(
+                step_id=self._step_id,
+                outputs=tuple(outputs),
+                stats=stats,
+                prefixes=self._scheduler.take_prefixes(),
+                cache_events=self._scheduler.take_cache_events(),
+            )
+        )
 
     def _admit_prepared(self) -> None:
         """Admit requests that have all they need; if there is nothing else to do, wait shortly for one."""

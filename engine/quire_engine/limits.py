@@ -131,6 +131,7 @@ class SchedulerConfig:
     has_states: bool = False  # the model keeps more of a sequence than its blocks, which no other sequence can share
     speculates: bool = False  # steps may compute guessed tokens
     tells_prefixes: bool = False  # steps tell a router which prompt blocks are cached
+    tells_blocks: bool = False  # steps tell which full blocks are cached, with their tokens
     bidirectional: bool = False  # prompts are computed whole
     why_no_text: str = ""  # the reason why the model makes vectors alone; empty: it writes texts
     windows: tuple[Window, ...] = (None,)  # of each group of layers in the pool, the widest first

@@ -308,6 +308,21 @@ class PrefixChanges:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheEvent:
+    """Full blocks of one chain that can be matched from now on or, without tokens, that cannot any more.
+
+    A block is named as in `PrefixChanges`.
+    """
+
+    blocks: tuple[int, ...]
+    token_ids: tuple[int, ...] = ()  # of all of them; empty: they are forgotten
+    parent: int | None = None  # the block before the first one; None: it begins a prompt
+    group: int = 0  # of layers
+    salt: str = ""  # that their names depend on
+    adapter: str = ""  # its name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
     """The outputs and statistics of one engine step. Also sent without outputs when an abort changed the statistics."""
 
@@ -315,6 +330,7 @@ class StepOutput:
     outputs: tuple[TokenOutput, ...]
     stats: EngineStats
     prefixes: PrefixChanges | None = None  # where a router asked for them and there were some
+    cache_events: tuple[CacheEvent, ...] = ()  # in order, where they are published
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ _OF_LINKS = {"cluster_key_file", "engine_tls_cert", "engine_tls_key", "engine_tl
 _OF_NODES = {
     *(_OF_ENGINES - {"replicas"} | _OF_LINKS | {"listen", "revision", "download_dir", "replica_silence"}),
     *("drain_timeout", "max_engine_restarts", "spare_engine", "engine_hang_timeout", "log_level", "log_format"),
-    *("enable_fault_injection", "dry_run", "config"),
+    *("enable_fault_injection", "dry_run", "config", "kv_events_config"),
 }
 
 _EPILOG = f"""\
@@ -136,7 +136,8 @@ def _check_program(prog: str, given: Collection[str], settings: Settings) -> Non
         if settings.listen is None:
             raise SettingsError("--listen is missing: HOST:PORT on which this node serves fronts")
     elif settings.engines:
-        useless, why = flags & (_OF_ENGINES - _OF_FRONTS_TOO), "is the nodes': give it to `quire engine`"
+        of_nodes = {*_OF_ENGINES, "kv_events_config"} - _OF_FRONTS_TOO
+        useless, why = flags & of_nodes, "is the nodes': give it to `quire engine`"
     else:
         useless, why = flags & {*_OF_LINKS}, "is of links to nodes, which --engines names"
     if prog != ENGINE:

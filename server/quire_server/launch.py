@@ -11,7 +11,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
@@ -25,6 +25,7 @@ from quire_server.checkpoint.locate import localized
 from quire_server.commands.showing import loading
 from quire_server.engine.engines import Engines
 from quire_server.engine.json_child import ask
+from quire_server.engine.kv_events.events import cache_listeners
 from quire_server.engine.local_replicas import LocalReplicas, divided_config
 from quire_server.engine.nodes.addresses import is_numeric, parse_sources
 from quire_server.engine.nodes.model_digest import tokenizer_digest
@@ -132,11 +133,14 @@ def _engines(settings: Settings, output: Output) -> Engines:
     if settings.engines:
         return _nodes(settings)
     policy = restart_policy(settings, tells_alive=settings.replicas > 1)
+    listeners = cache_listeners(settings.kv_events_config, settings.replicas)
+    config = replace(settings.engine_config(), tells_blocks=bool(listeners))
     if settings.replicas == 1:
-        return Supervisor(settings.engine_config(), policy, stderr=output.for_children)
+        return Supervisor(config, policy, stderr=output.for_children, listener=next(iter(listeners), None))
     return LocalReplicas(
-        settings.engine_config(),
+        config,
         policy,
+        listeners=listeners,
         count=settings.replicas,
         router=_router(settings),
         failover_seconds=settings.failover_wait,

@@ -18,6 +18,7 @@ from quire_engine.errors import ConfigError
 from quire_engine.memory_plan import plan_text
 from quire_engine.quality_store import quality_text
 from quire_server.checkpoint.locate import localized
+from quire_server.engine.kv_events.events import cache_listeners
 from quire_server.engine.local_replicas import ALIVE_SECONDS
 from quire_server.engine.nodes.addresses import is_numeric, parse_address
 from quire_server.engine.nodes.model_digest import model_digest, numerics_name, tokenizer_digest
@@ -65,7 +66,9 @@ async def _serve(settings: Settings, output: Output) -> int:
     with stop_signals() as stop:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, stop.received, signal.SIGHUP)
         policy = restart_policy(settings, tells_alive=True)
-        engine = Supervisor(node_config(settings), policy, stderr=output.for_children)
+        listeners = cache_listeners(settings.kv_events_config, 1)
+        config = replace(node_config(settings), tells_blocks=bool(listeners))
+        engine = Supervisor(config, policy, stderr=output.for_children, listener=next(iter(listeners), None))
         tokenizer = await asyncio.to_thread(tokenizer_digest, Path(settings.tokenizer or settings.model_path))
         node = Node(engine, security_of(settings), silence_seconds=settings.replica_silence, tokenizer=tokenizer)
         starting = asyncio.create_task(engine.start())

@@ -36,6 +36,7 @@ ONLY_IN = {
     "opentelemetry": ("quire_server.logs.tracing",),
     "llguidance": ("quire_engine.execution.constrained", "quire_server.text.grammar_worker"),
     "typing_extensions": ("quire_server",),
+    "zmq": ("quire_server.engine.kv_events.publisher",),
     "ray": (),  # the control plane of a cluster imports Quire's processes, never the other way round: deploy/
 }
 # What a folder may import of its own package beside itself: folders, and single files by their dotted names; "*" stands
@@ -145,6 +146,13 @@ def test_torch_is_not_loaded_where_it_is_not_needed():
     for module in modules():
         if not within(module, ONLY_IN["torch"]):
             assert "torch" not in {name.split(".")[0] for name in reachable(module)}, module
+
+
+def test_what_is_optional_is_loaded_by_no_plain_server():
+    """Nor by a node. What a flag asks for is imported by its name, when the flag is there."""
+    for program in ("quire_server.launch", "quire_server.serving", "quire_server.node_launch", "quire_engine.process"):
+        loaded = {name.split(".")[0] for name in reachable(program)}
+        assert not loaded & {"zmq", "ray", "opentelemetry", "nixl", "mooncake"}, program
 
 
 def test_the_scheduling_half_is_standard_library():

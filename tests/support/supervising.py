@@ -14,6 +14,7 @@ from pathlib import Path
 
 from quire_engine.config import EngineConfig
 from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
+from quire_server.engine.kv_events.events import CacheListener
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import EngineState, Supervisor
 from support.fake_engine_process import next_token
@@ -63,9 +64,16 @@ def expected(prompt: tuple[int, ...], tokens: int, choice: int = 0) -> list[int]
 
 
 @asynccontextmanager
-async def supervised(model: str = "ok", **policy: float) -> AsyncIterator[tuple[Supervisor, Client]]:
+async def supervised(
+    model: str = "ok", *, listener: CacheListener | None = None, **policy: float
+) -> AsyncIterator[tuple[Supervisor, Client]]:
     settings = {"first_backoff_seconds": 0.01, **policy}
-    supervisor = Supervisor(EngineConfig(model=model), RestartPolicy(**settings), program=FAKE)  # type: ignore[arg-type]
+    supervisor = Supervisor(
+        EngineConfig(model=model),
+        RestartPolicy(**settings),  # type: ignore[arg-type]
+        program=FAKE,
+        listener=listener,
+    )
     client = Client()
     supervisor.on_step = client.on_step
     await supervisor.start()

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, replace
+from itertools import repeat
 
-from quire_engine.block_hashes import block_hash, root_hash
+from quire_engine.block_hashes import block_hash, prompt_hashes, root_hash
 from quire_engine.block_store import BlockStore, StoreCounts
 from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.blocks import PrefixMatch
-from quire_engine.scheduling.kv_allocator import KVAllocator, adopt, holds
+from quire_engine.scheduling.kv_allocator import KVAllocator, adopt, holds, tell
 from quire_engine.scheduling.log.step_log import StepLog
 from quire_engine.scheduling.sequence import Sequence
 from quire_engine.scheduling.swapping import SwapCost
@@ -45,7 +46,7 @@ class KeepingAllocator(KVAllocator):
             enable_prefix_caching=limits.enable_prefix_caching,
             groups=config.kv_groups,
         )
-        self.prefixes.is_on = config.tells_prefixes
+        tell(self, config)
         self._store = store
 
     def seat(self, sequence: Sequence, match: PrefixMatch) -> None:
@@ -158,8 +159,13 @@ class KeptPrefixes:
         """
         if self._log is not None:
             self._log.adopted(request, first, len(keys), self._kv.block_size)
+        parents: Iterable[bytes | None] = repeat(None)
+        if self._kv.told_blocks.is_on:
+            before = prompt_hashes(request.prompt_token_ids, request.cache_salt, self._kv.block_size, most=first)
+            parents = [before[-1] if before else b"", *keys]
         return [
-            adopt(self._kv, key, depth, request.cache_scope, request.weight) for depth, key in enumerate(keys, first)
+            adopt(self._kv, key, depth, request, parent)
+            for depth, (key, parent) in enumerate(zip(keys, parents, strict=False), first)
         ]
 
     def wait(self, seconds: float) -> None:

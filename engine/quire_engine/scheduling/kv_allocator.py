@@ -9,14 +9,16 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Set
 from itertools import chain, repeat
 
-from quire_engine.block_hashes import block_hash, root_hash
+from quire_engine.block_hashes import block_hash, root_hash, short_name
 from quire_engine.invariants import require
 from quire_engine.kv_groups import WHOLE, KVGroup
+from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.block_pool import BlockPool
 from quire_engine.scheduling.blocks import NO_MATCH, NO_MOVES, Moves, PageTable, PrefixMatch
 from quire_engine.scheduling.cache_shares import Owner
 from quire_engine.scheduling.prefix_cache import NOT_TOLD, GroupCaches, PrefixCache, Tails, num_common
 from quire_engine.scheduling.sequence import Content, Promise, Sequence
+from quire_engine.types import GenerationRequest
 
 Copy = tuple[int, int]  # (source block, target block)
 _WEIGHT = 1 / 64  # of the newest block in the average share of merged ones
@@ -43,7 +45,7 @@ class KVAllocator:
         self._pool = BlockPool(num_blocks)
         self._caches = GroupCaches(groups, block_size)
         self._cache = self._caches.first  # whose contents name a block, where there is one group
-        self.prefixes = self._cache.told
+        self.prefixes, self.told_blocks = self._cache.told, self._caches.told_blocks
         self.by_window = len(groups) > 1 or groups[0].window is not None
         self._tails = Tails(block_size, finds=not self.by_window)
         self._promises = Promises(block_size)
@@ -344,12 +346,8 @@ class KVAllocator:
         self._pool.share(block)
 
     def _drop(self, block: int) -> None:
-        if not self._pool.drop(block):
-            return
-        if self._is_known(block):
-            self._pool.keep(block)
-        else:
-            self._pool.free(block)
+        if self._pool.drop(block):
+            (self._pool.keep if self._is_known(block) else self._pool.free)(block)
 
     def _commit_blocks(self, sequence: Sequence, full: int) -> None:
         self._extend_hashes(sequence, full)
@@ -362,6 +360,8 @@ class KVAllocator:
                     block = table.block_ids[index]
                     is_new = cache.register(content, block, depth)
                     is_merged = not is_new and self._merge(table, cache, index, content)
+                    if is_new and self.told_blocks.is_on:
+                        tell_stored(self, sequence, index, cache.group)
             if depth == NOT_TOLD:
                 self.merged_share += _WEIGHT * (is_merged - self.merged_share)
             # Requests diverge inside prompts and hardly ever inside outputs, whose blocks would be many.
@@ -429,15 +429,39 @@ def holds(kv: KVAllocator, content: bytes) -> bool:
     return kv._cache.block(content) is not None
 
 
-def adopt(kv: KVAllocator, content: bytes, depth: int, scope: str, weight: float) -> int | None:
+def tell_stored(kv: KVAllocator, sequence: Sequence, index: int, group: int = 0) -> None:
+    """The sequence's full block at `index`, which is hashed, can be matched by that group of layers."""
+    hashes, size = sequence.kv.block_hashes, kv.block_size
+    tokens = sequence.token_ids[index * size : (index + 1) * size]
+    parent = hashes[index - 1] if index else b""
+    kv.told_blocks.stored(hashes[index], parent, tokens, request=sequence.group.request, group=group)
+
+
+def matchable(kv: KVAllocator) -> list[list[int]]:
+    """The names of the full blocks that can be matched, of each group of layers; `block_hashes.short_name`."""
+    return [list(map(short_name, cache.contents())) for cache in kv._caches.each]
+
+
+def tell(kv: KVAllocator, config: SchedulerConfig) -> None:
+    """Tell routers, ours and others, of cached blocks, where the configuration asks for it."""
+    kv.prefixes.is_on, kv.told_blocks.is_on = config.tells_prefixes, config.tells_blocks
+
+
+def adopt(
+    kv: KVAllocator, content: bytes, depth: int, request: GenerationRequest, parent: bytes | None = None
+) -> int | None:
     """A block that can be matched by this content from now on, of no sequence; None: there is one, or no room.
 
-    The caller fills it before the next step. `depth`: blocks before it in its prompt.
+    The caller fills it before the next step. `depth`: blocks before it in the request's prompt. `parent`: the content
+    of the last of those blocks, or empty; None: the event is not told.
     """
     if kv.by_window or not kv._caching or holds(kv, content) or not kv.num_available:
         return None
-    block = kv._take(kv._pool.shares.owner(scope, weight))
+    block = kv._take(kv._pool.shares.owner(request.cache_scope, request.weight))
     kv._cache.register(content, block, depth)
+    if parent is not None:
+        tokens = request.prompt_token_ids[depth * kv.block_size : (depth + 1) * kv.block_size]
+        kv.told_blocks.stored(content, parent, tokens, request=request)
     kv._drop(block)
     return block
 

@@ -6,13 +6,14 @@ A hash covers the block's tokens, all tokens before them and the cache salt.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 
 from quire_engine.block_hashes import MOST_ROUTED, short_name
 from quire_engine.invariants import require
 from quire_engine.kv_groups import KVGroup
 from quire_engine.scheduling.blocks import PASSED
-from quire_engine.types import PrefixChanges
+from quire_engine.types import CacheEvent, GenerationRequest, PrefixChanges
 
 NOT_TOLD = -1  # in place of a block's depth: routers do not learn of it
 _MOST_TOLD = 4096  # blocks in one frame
@@ -90,16 +91,85 @@ class ToldPrefixes:
             self._changes.pop(name, None)
 
 
+class ToldBlocks:
+    """Events of all full blocks with their tokens, for routers of others, who name blocks in ways of their own.
+
+    They are those since the last frame, in order. Blocks that follow each other in one prompt are one event.
+    """
+
+    __slots__ = ("_events", "is_on")
+
+    def __init__(self) -> None:
+        self.is_on = False  # until then a block costs one look at this
+        self._events: list[_Open] = []
+
+    def stored(
+        self, content: bytes, parent: bytes, tokens: Iterable[int], *, request: GenerationRequest, group: int = 0
+    ) -> None:
+        """A full block can be matched by that group of layers; `parent`: the content before it, or empty.
+
+        `request`: whose salt and adapter the content depends on.
+        """
+        last = self._events[-1] if self._events else None
+        name, before = short_name(content), short_name(parent) if parent else None
+        if last is not None and last.tokens and last.group == group and last.blocks[-1] == before:
+            last.blocks.append(name)
+            last.tokens += tokens
+        else:
+            self._events.append(_Open(group, [name], [*tokens], before, request))
+
+    def forgotten(self, group: int, contents: Iterable[bytes]) -> None:
+        """These cannot be matched any more."""
+        names = [short_name(content) for content in contents]
+        last = self._events[-1] if self._events else None
+        if last is not None and not last.tokens and last.group == group:
+            last.blocks += names
+        elif names:
+            self._events.append(_Open(group, names))
+
+    def take(self) -> tuple[CacheEvent, ...]:
+        """The events of the next frame."""
+        if not self._events:
+            return ()
+        events, self._events = self._events, []
+        return tuple([each.event() for each in events])
+
+
+@dataclass(slots=True)
+class _Open:
+    """An event that the next block may still belong to."""
+
+    group: int
+    blocks: list[int]
+    tokens: list[int] = field(default_factory=list)
+    parent: int | None = None
+    request: GenerationRequest | None = None  # that stored them
+
+    def event(self) -> CacheEvent:
+        adapter = None if self.request is None else self.request.adapter
+        return CacheEvent(
+            blocks=tuple(self.blocks),
+            token_ids=tuple(self.tokens),
+            parent=self.parent,
+            group=self.group,
+            salt="" if self.request is None else self.request.cache_salt,
+            adapter="" if adapter is None else adapter.name,
+        )
+
+
 class PrefixCache:
     """Two maps that mirror each other: one block per hash, one hash per block.
 
     A block can be matched until it is forgotten.
     """
 
-    __slots__ = ("_block_of", "_hash_of", "told")
+    __slots__ = ("_block_of", "_hash_of", "group", "told", "told_blocks")
 
-    def __init__(self) -> None:
+    def __init__(self, group: int = 0, told_blocks: ToldBlocks | None = None) -> None:
+        """`group`: the place of its layers among the groups; `told_blocks`: learns of what is forgotten."""
         self.told = ToldPrefixes()
+        self.told_blocks = ToldBlocks() if told_blocks is None else told_blocks
+        self.group = group
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
@@ -146,10 +216,14 @@ class PrefixCache:
             del self._block_of[content]
             if self.told.is_on:
                 self.told.forget(content)
+            if self.told_blocks.is_on:
+                self.told_blocks.forgotten(self.group, (content,))
         return content
 
     def keep_only(self, contents: Collection[bytes]) -> None:
         """Remove every content except these."""
+        if self.told_blocks.is_on:
+            self.told_blocks.forgotten(self.group, [content for content in self._block_of if content not in contents])
         self._block_of = {content: block for content, block in self._block_of.items() if content in contents}
         self._hash_of = {block: content for content, block in self._block_of.items()}
         if self.told.is_on:
@@ -166,7 +240,8 @@ class GroupCaches:
     """The prefix cache of each group of layers: a block belongs to one of them, by the same hashes."""
 
     def __init__(self, groups: tuple[KVGroup, ...], block_size: int) -> None:
-        self.each = tuple([PrefixCache() for _ in groups])
+        self.told_blocks = ToldBlocks()
+        self.each = tuple([PrefixCache(number, self.told_blocks) for number, _ in enumerate(groups)])
         self.first = self.each[0]
         self._groups, self._block_size = groups, block_size
 

@@ -73,6 +73,7 @@ class Scheduler:
         self._scheduled_at: dict[int, float] = {}  # when each step in flight was planned
         self._deadlines = Deadlines()
         self.take_prefixes = self._kv.prefixes.take  # changes of cached prompt blocks, for a router
+        self.take_cache_events = self._kv.told_blocks.take  # changes of all cached blocks, with tokens
         self.roster, self.limits = self._roster, limits  # for the turns of adapters, to be read only
 
     @property

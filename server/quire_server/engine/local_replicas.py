@@ -15,6 +15,7 @@ from quire_engine.config import EngineConfig, EnginePlan, for_later_engines
 from quire_engine.errors import ModelLoadError
 from quire_engine.machine import CoreShare
 from quire_engine.types import EngineStats
+from quire_server.engine.kv_events.events import CacheListener
 from quire_server.engine.replica_routing import Router
 from quire_server.engine.replicas import ReplicaSet
 from quire_server.engine.restart_policy import RestartPolicy
@@ -38,16 +39,19 @@ class LocalReplicas(ReplicaSet):
         failover_seconds: float = 30.0,
         shares: Sequence[CoreShare] = (),
         stderr: int | None = None,
+        listeners: Sequence[CacheListener] = (),
         make: Callable[..., Supervisor] = Supervisor,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`config` is for all together: its threads and its memory are divided. `shares`: the cores of each; empty:
-        not known. `make`: called as `Supervisor` is. The others: see `ReplicaSet`.
+        not known. `listeners`: of each one's cache; empty: none. `make`: called as `Supervisor` is. The others: see
+        `ReplicaSet`.
         """
         super().__init__(router=router, failover_seconds=failover_seconds, clock=clock)
         self._count = count
         self._config = divided_config(config, count)
         self._policy, self._make = policy, make
+        self._listeners = list(listeners)
         self._shares, self._stderr = list(shares), stderr
         self._weights: dict[int, WeightsMemory] = {}  # by memory node, so that each reads its own
         self._first = self._add(self._config)
@@ -80,6 +84,11 @@ class LocalReplicas(ReplicaSet):
             self._sums.take(name, _empty(plan))
         return plan
 
+    async def stop(self) -> None:
+        await super().stop()
+        for listener in self._listeners:  # also those of engines that never came to be
+            listener.close()
+
     def _add(self, config: EngineConfig) -> Supervisor:
         number = len(self._replicas)
         share = self._shares[number] if self._shares else None
@@ -91,6 +100,7 @@ class LocalReplicas(ReplicaSet):
             cpus=() if share is None else share.cpus,
             weights=weights,
             quarantine=self.quarantine,
+            listener=self._listeners[number] if self._listeners else None,
         )
         self._join(str(number), supervisor)
         return supervisor

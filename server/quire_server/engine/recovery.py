@@ -140,6 +140,14 @@ class Recovery:
         entry = self.take(request_id)
         return entry is not None and entry.in_flight
 
+    def hand_over(self, request_id: str) -> JournalEntry | None:
+        """Give up a live request, for another engine to go on with it; what its engine still sends is dropped.
+
+        None: it is not live, or under suspicion, which is proven or disproven here. The caller tells the engine, where
+        `JournalEntry.leave_engine` says so.
+        """
+        return None if self.suspects(request_id) else self.take(request_id)
+
     def take(self, request_id: str) -> JournalEntry | None:
         """Drop a live request and return it; the engine may have it."""
         entry = self._journal.pop(request_id, None)
@@ -271,6 +279,11 @@ class JournalEntry:
         if output.finish is not None:
             self.finished.add(output.choice)
         return len(self.finished) == self.request.n
+
+    def leave_engine(self) -> bool:
+        """Another engine will go on with it. True: the engine has it, and needs an abort."""
+        was_in_flight, self.in_flight = self.in_flight, False
+        return was_in_flight
 
     def resumed_request(self) -> GenerationRequest:
         """The request as a new engine must get it to continue with the next undelivered token."""

@@ -17,6 +17,7 @@ from quire_engine.errors import ConfigError, CrashLoop, EngineDead, ModelLoadErr
 from quire_engine.own_modules import module_command
 from quire_engine.process.transport import Abort, Control, Hold, Inspect, LoadProgress, Release, Shutdown
 from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
+from quire_server.engine.kv_events.events import CacheListener
 from quire_server.engine.process import EngineProcess
 from quire_server.engine.recovery import JournalEntry, Loss, Quarantine, Recovery, fingerprint
 from quire_server.engine.restart_policy import HangLimit, RestartBudget, RestartPolicy
@@ -44,8 +45,12 @@ class Supervisor:
         cpus: Sequence[int] = (),
         weights: WeightsMemory | None = None,
         quarantine: Quarantine | None = None,
+        listener: CacheListener | None = None,
     ) -> None:
-        """`cpus`: hardware threads of its engines; empty: all. `weights`, `quarantine`: shared with others."""
+        """`cpus`: hardware threads of its engines; empty: all. `weights`, `quarantine`: shared with others.
+
+        `listener`: learns of the engines' caches, and ends with them.
+        """
         self.on_step: Callable[[StepOutput], None] = lambda _: None
         self.on_restart: Callable[[], None] = lambda: None
         self.on_ready: Callable[[], None] = lambda: None  # called when an engine has replaced another
@@ -59,6 +64,7 @@ class Supervisor:
         self.quarantine = Quarantine() if quarantine is None else quarantine
         self._config = config
         self._checkpoint = ""
+        self._listener = listener
         self._policy = policy or RestartPolicy()
         self._hang = HangLimit(self._policy)
         self._budget = RestartBudget(self._policy)
@@ -97,16 +103,10 @@ class Supervisor:
         return request_id in self._recovery
 
     def take(self, request_id: str) -> JournalEntry | None:
-        """Give up a live request, for another engine to go on with it; what its engine still sends is dropped.
-
-        None: it is not live, or under suspicion, which is proven or disproven here.
-        """
-        if self._recovery.suspects(request_id):
-            return None
-        entry = self._recovery.take(request_id)
+        """`Recovery.hand_over`; the engine ends it."""
+        entry = self._recovery.hand_over(request_id)
         if entry is not None:
-            self._tell(Abort(request_id=request_id), is_due=entry.in_flight)
-            entry.in_flight = False
+            self._tell(Abort(request_id=request_id), is_due=entry.leave_engine())
         return entry
 
     def surrender(self, *, suspects: bool) -> list[JournalEntry]:
@@ -238,6 +238,8 @@ class Supervisor:
         self.plan = plan
         self._config = for_later_engines(self._config, plan)
         self._hang.expect(plan)
+        if self._listener is not None:
+            self._listener.begins(plan)
         self.state = EngineState.READY
         self._watch = asyncio.create_task(self._supervise(process), name="engine-supervisor")
         self._spare.prepare()
@@ -257,6 +259,8 @@ class Supervisor:
             self._process.send(Shutdown())
             await self._process.reap(grace_seconds=2.0)
         self._weights.close()
+        if self._listener is not None:
+            self._listener.close()
         for entry in self._recovery.dismiss():
             self._fail(entry, "the server is shutting down")
 
@@ -295,6 +299,8 @@ class Supervisor:
                 self.state = EngineState.RESTARTING
                 await process.reap(grace_seconds=1.0)
                 self._account_for(process)
+                if self._listener is not None:
+                    self._listener.ends()
                 self.on_lost()
                 process = await self._restart()
         except Exception:  # a bug: without supervision the server would wait for ever
@@ -346,6 +352,8 @@ class Supervisor:
                 self._give_up("the model's files changed on disk since the start")
                 return None
             self.plan = plan
+            if self._listener is not None:
+                self._listener.begins(plan)
             self.state = EngineState.READY
             log.info("the engine is ready again; resuming %d requests", len(self._recovery))
             process.send(self._recovery.prove())
@@ -369,6 +377,8 @@ class Supervisor:
     def _deliver(self, step: StepOutput) -> None:
         """Pass a step's outputs on. An error in the receiver is logged and does not count as the engine's."""
         step = self._recovery.record(step)
+        if step.cache_events and self._listener is not None:
+            self._listener.changes(step.cache_events)
         if step.stats.step_seconds > self._hang.longest_step:
             self._hang.learn(step.stats)
         try:

@@ -64,9 +64,12 @@ async def explain_request(request_id: RequestId, request: Request) -> Response:
 
 
 @router.get("/kv", response_class=Response, responses=_NOT_KNOWN)
-async def show_pool(request: Request, replica: ReplicaName = "") -> Response:
-    """The KV pool: used, shared, cached and free blocks, and the empty slots in used ones."""
-    return _json(await _ask(state_of(request), "kv", replica))
+async def show_pool(request: Request, replica: ReplicaName = "", names: bool = False) -> Response:
+    """The KV pool: used, shared, cached and free blocks, and the empty slots in used ones.
+
+    `names`: also the blocks that can be matched, by the names that KV events have, for each group of layers.
+    """
+    return _json(await _ask(state_of(request), "kv", replica, **({"names": True} if names else {})))
 
 
 @router.get("/kv/audit", response_class=Response, responses=_NOT_KNOWN)

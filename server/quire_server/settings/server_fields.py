@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 from quire_engine.routing.policy import RoutePolicyName
 from quire_server.settings.faults import FaultList
 from quire_server.settings.values import (
+    JsonObject,
     Networks,
     OptionalSize,
     Origins,
@@ -146,6 +147,11 @@ class ServerFields(BaseModel):
     disable_access_log: bool = option(False, "Observing", "no line per HTTP request")
     otlp_traces_endpoint: str | None = option(
         None, "Observing", "collector that gets a trace of each request (OTLP over HTTP); needs quire[otel]"
+    )
+    kv_events_config: JsonObject = option(
+        {},
+        "Observing",
+        "events of the KV cache for routers of others; JSON object; needs quire[events]",
     )
     vllm_old_metric_names: bool = option(
         True, "Observing", "metrics also under names that vLLM gave up: gpu_cache_usage_perc"

@@ -536,7 +536,7 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_is("speculative-model spec-model", "speculation", _SPECULATION, values=_DRAFTS, prefix="model:"),
     *_any("per-request-spec-decode-metrics", _SPECULATION),
     *_never("diffusion-config,-dc", "models write one token after the other", "json"),
-    *_never("kv-transfer-config kv-events-config ec-transfer-config weight-transfer-config", _REMOTE, "json"),
+    *_never("kv-transfer-config ec-transfer-config weight-transfer-config", _REMOTE, "json"),
     *_never("ec-manager-config", _REMOTE, "json"),
     *_never("watermark-config", "texts are not marked", "json"),
     *_never("engram-config", "models with tables of n-grams are not served", "json"),

@@ -30,6 +30,11 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (ENGINE, (*LISTEN, "--engines", "a:1"), "--engines is a front's, which `quire serve --engines` starts"),
         (SERVE, ("--engines", "a:1", "--kv-memory", "1GiB"), "--kv-memory is the nodes': give it to `quire engine`"),
         (SERVE, ("--engines", "a:1", "--max-num-seqs", "8"), "--max-num-seqs is the nodes': give it to `quire engine`"),
+        (
+            SERVE,
+            ("--engines", "a:1", "--kv-events-config.endpoint", "tcp://*:1"),
+            "--kv-events-config is the nodes': give it to `quire engine`",
+        ),
         (SERVE, ("--cluster-key-file", "k"), "--cluster-key-file is of links to nodes, which --engines names"),
         (SERVE, LISTEN, "--listen is of `quire engine`; this server listens on --host and --port"),
     ],

@@ -14,7 +14,7 @@ from typing import Any
 from quire_engine.errors import Unanswerable
 from quire_engine.invariants import InvariantViolation
 from quire_engine.limits import SchedulerConfig
-from quire_engine.scheduling.kv_allocator import KVAllocator
+from quire_engine.scheduling.kv_allocator import KVAllocator, matchable
 from quire_engine.scheduling.log.step_log import Event, Step, StepLog
 from quire_engine.scheduling.log.step_records import FORMAT, RequestEvent, StepRecord
 from quire_engine.scheduling.log.why_slow import explanation, summary
@@ -105,8 +105,10 @@ class Inspection:
         return {"requests": [explanation(life, step, log) for life in lives], "step": step}
 
     def kv(self, arguments: Arguments) -> object:
-        """The pool: used, cached, free and shared blocks, fragmentation, and the blocks of each sequence."""
-        del arguments
+        """The pool: used, cached, free and shared blocks, fragmentation, and the blocks of each sequence.
+
+        With `names` also those of the full blocks that can be matched, by group of layers.
+        """
         kv = self._kv
         held = self._held()
         used, size = kv.num_blocks - kv.num_available, kv.block_size
@@ -140,6 +142,7 @@ class Inspection:
                 for s in list(self._roster.sequences.values())[:MOST_REQUESTS]
                 if s.kv.num_held
             ],
+            **({"matchable": matchable(kv)} if arguments.get("names") else {}),
         }
 
     def table(self, arguments: Arguments) -> object:

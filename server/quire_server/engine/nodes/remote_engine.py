@@ -306,13 +306,9 @@ class RemoteEngine:
         return request_id in self._recovery
 
     def take(self, request_id: str) -> JournalEntry | None:
-        """Give up a live request, for another engine to go on with it. None: it is not live, or under suspicion."""
-        if self._recovery.suspects(request_id):
-            return None
-        entry = self._recovery.take(request_id)
+        entry = self._recovery.hand_over(request_id)
         if entry is not None:
-            self._tell(Abort(request_id=request_id), is_due=entry.in_flight)
-            entry.in_flight = False
+            self._tell(Abort(request_id=request_id), is_due=entry.leave_engine())
         return entry
 
     def surrender(self, *, suspects: bool) -> list[JournalEntry]:
@@ -327,8 +323,7 @@ class RemoteEngine:
             return []
         entries = self._recovery.dismiss()
         for entry in entries:
-            self._tell(Abort(request_id=entry.request.request_id), is_due=entry.in_flight)
-            entry.in_flight = False
+            self._tell(Abort(request_id=entry.request.request_id), is_due=entry.leave_engine())
         return entries
 
     def abort(self, request_id: str) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Sequence
 
-from quire_engine.types import StepOutput
+from quire_engine.config import EnginePlan
+from quire_engine.types import CacheEvent, EngineStats, StepOutput
 from quire_server.engine.supervisor import EngineState
 from support.supervising import expected, reached, request, run, send_garbage, supervised
 
@@ -45,6 +47,38 @@ def test_a_restarted_engine_keeps_the_instruction_set_of_the_first() -> None:
             await client.until(lambda: ("r", 0) in client.ends)
             assert client.tokens["r", 0] == expected((1, 2, 3), 200)
             assert supervisor.restarts == 2
+
+    run(body)
+
+
+def test_a_listener_learns_when_an_engines_cache_begins_and_ends() -> None:
+    class Listener:
+        def __init__(self) -> None:
+            self.said: list[str] = []
+
+        def begins(self, plan: EnginePlan) -> None:
+            self.said.append(f"begins {plan.scheduler.limits.block_size}")
+
+        def changes(self, events: Sequence[CacheEvent]) -> None:
+            self.said.append(f"changes {len(events)}")
+
+        def ends(self) -> None:
+            self.said.append("ends")
+
+        def close(self) -> None:
+            self.said.append("close")
+
+    async def body() -> None:
+        listener = Listener()
+        async with supervised(listener=listener) as (supervisor, client):
+            supervisor.submit(request("r", tokens=100))
+            await client.until(lambda: len(client.tokens.get(("r", 0), ())) >= 10)
+            os.kill(supervisor.pid or 0, signal.SIGKILL)
+            await client.until(lambda: ("r", 0) in client.ends)
+            supervisor._deliver(
+                StepOutput(step_id=9, outputs=(), stats=EngineStats(), cache_events=(CacheEvent(blocks=(1,)),))
+            )
+        assert listener.said == ["begins 16", "ends", "begins 16", "changes 1", "close"]
 
     run(body)
 

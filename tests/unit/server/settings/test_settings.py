@@ -296,6 +296,7 @@ def test_engine_config_takes_every_engine_setting():
     assert not got.pop("swap_on_cpu")  # for tests alone
     assert got.pop("admission") == "expected"  # simulations alone compare it
     assert (got.pop("replicas"), got.pop("tells_prefixes"), got.pop("alive_seconds")) == (1, False, 0)  # divided_config
+    assert not got.pop("tells_blocks")  # where the programs start
     for name in REMOVED.keys() & got.keys():
         assert got.pop(name) == default[name], name
     assert all(got[name] != default[name] for name in got), "a field of EngineConfig is not set from Settings"
