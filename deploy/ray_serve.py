@@ -37,6 +37,8 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from quire_engine.routing.fleet import Wanted, wanted_together
+
 LEASE_SECONDS = 2.0  # of an address, renewed four times as often
 _LISTENS = re.compile(r"a node listens on (\S+?)[,;]")
 _READY = "the node is ready"
@@ -109,21 +111,22 @@ class Registry:
 
     def __init__(self) -> None:
         self._nodes: dict[str, tuple[str, float]] = {}  # by node: address, and until when
-        self._fronts: dict[str, tuple[str, int, float]] = {}  # by front: its URL, the nodes that it wants, until when
+        # By front: its URL, what it wants, until when.
+        self._fronts: dict[str, tuple[str, Wanted | None, float]] = {}
 
     def renew_node(self, name: str, address: str) -> int:
         """The node serves at the address; returns how many nodes all fronts want together, -1 if none has said so."""
         now = time.monotonic()
         self._nodes[name] = address, now + LEASE_SECONDS
-        said = [wanted for _, wanted, until in self._fronts.values() if until > now and wanted >= 0]
-        return sum(said) if said else -1
+        said = [wanted for _, wanted, until in self._fronts.values() if until > now and wanted is not None]
+        return wanted_together(said) if said else -1
 
     def drop_node(self, name: str) -> None:
         """The node ends."""
         self._nodes.pop(name, None)
 
-    def renew_front(self, name: str, url: str, wanted: int) -> list[str]:
-        """The front serves at the URL and wants so many nodes; returns the nodes' addresses."""
+    def renew_front(self, name: str, url: str, wanted: Wanted | None) -> list[str]:
+        """The front serves at the URL and wants nodes, None: it has not said; returns the nodes' addresses."""
         now = time.monotonic()
         self._fronts[name] = url, wanted, now + LEASE_SECONDS
         return sorted(address for address, until in self._nodes.values() if until > now)
@@ -290,7 +293,7 @@ class QuireFront:
         self._folder = tempfile.TemporaryDirectory(prefix="quire-front-")
         self._engines = Path(self._folder.name) / "engines"
         self._written: list[str] = []
-        self._url, self._wanted = "", -1
+        self._url, self._wanted = "", None
         self._session: aiohttp.ClientSession | None = None
         self._write(self._first_nodes())
         host = settings.fronts.host
@@ -307,7 +310,7 @@ class QuireFront:
         deadline = time.monotonic() + self._settings.nodes.start_seconds
         while time.monotonic() < deadline:
             with suppress(ray.exceptions.GetTimeoutError):  # the actor begins at the same time
-                asked = self._registry.renew_front.remote(self._name, "", -1)
+                asked = self._registry.renew_front.remote(self._name, "", None)
                 found: list[str] = ray.get(asked, timeout=LEASE_SECONDS)
                 if found:
                     return found
@@ -367,12 +370,16 @@ async def _body(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         answer.close()
 
 
-def _wanted(url: str) -> int:
-    """`quire_replicas_wanted` of a front."""
+def _wanted(url: str) -> Wanted | None:
+    """What a front's metrics say that it wants."""
     with urlopen(f"{url}/metrics", timeout=LEASE_SECONDS) as answer:
         text = answer.read().decode()
-    found = re.search(r"^quire_replicas_wanted(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE)
-    return int(float(found[1])) if found else -1
+    found = [
+        re.search(rf"^quire_replicas_wanted{end}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+        for end in ("", "_at_least")
+    ]
+    work, at_least = [None if each is None else float(each[1]) for each in found]
+    return None if work is None else Wanted(work, int(at_least or 0))
 
 
 def as_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -27,6 +27,7 @@ from quire_server.dialects.messages import routes as messages
 from quire_server.dialects.responses import routes as responses
 from quire_server.dialects.responses.store import ResponseStore
 from quire_server.dialects.vectors import routes as vectors
+from quire_server.engine.replicas import ReplicaSet
 from quire_server.errors import (
     ApiError,
     BadRequest,
@@ -86,6 +87,7 @@ ROUTERS = (
     dashboard.router,
 )
 STALL_PROBE_SECONDS = 0.1
+_MOST_ROUTES = 4  # of a request's prompts, told in one header
 SECOND = 1.0  # between two messages to the dashboard
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})  # others share one metric label
 
@@ -227,9 +229,16 @@ def _guard(app: FastAPI, state: ServerState, bodies: BodyLimits, tracing: Tracin
         limits=state.limits,
         on_reply=_on_reply(state, tracing),
         requests=app.state.requests,
+        explain=None if state.replicas is None else partial(_routes_in_words, state, state.replicas),
     ):
         app.add_middleware(layer)
     app.add_middleware(StoryTeller)
+
+
+def _routes_in_words(state: ServerState, replicas: ReplicaSet, request_id: str) -> str:
+    """Where each prompt of a client's request was sent, in one line for a header."""
+    routes = [replicas.routes(each) for each in state.names.find(request_id)[:_MOST_ROUTES]]
+    return "; ".join(str(taken[-1]) for taken in routes if taken)
 
 
 def _on_reply(state: ServerState, tracing: Tracing | None) -> Callable[[Reply], None]:

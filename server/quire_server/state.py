@@ -250,6 +250,7 @@ def _tell_of_replicas(replicas: ReplicaSet, metrics: Metrics) -> None:
     replicas.on_answered = metrics.replicas.answered
     replicas.on_moved, metrics.replica_rows = metrics.replicas.move_seconds, replicas.rows
     metrics.replicas_wanted = replicas.wanted
+    metrics.history.replicas = lambda: metrics.replicas.board(replicas.rows())
 
 
 def _resize(replicas: ReplicaSet, settings: Settings, client: EngineClient, metrics: Metrics) -> None:

@@ -157,11 +157,13 @@ def test_what_comes_over_the_wire_stays_text() -> None:
         row |= {"id": evil, "state": evil, "waited": 0, "prefill": 1, "decode": 1, "preemptions": 0}
         then["now"]["requests"] = [row]
         then["now"]["alerts"] = [{"name": evil, "firing": True, "summary": evil, "advice": evil}]
+        replica = {"name": evil, "state": evil, "streams": 1, "prompt_tokens_ahead": 2, "predicted": 0.1, "seen": None}
+        then["now"]["replicas"] = {"rows": [replica], "routes": {evil: 3}, "moved": 1}
         stream = "".join(f"data: {json.dumps(message)}\n\n" for message in (first, then))
         reply_type = "{headers: {'content-type': 'text/event-stream'}}"
         browser.run(f"void (window.fetch = async () => new Response({json.dumps(stream)}, {reply_type}))")
         browser.until("document.querySelector('#alerts .firing')")
-        for place in ("serving", "tenants", "alerts"):
+        for place in ("serving", "tenants", "alerts", "replicas", "replicas-note"):
             assert evil in browser.run(f"document.getElementById('{place}').innerText"), place
         assert browser.run("document.querySelector('#requests tbody td').title") == evil
         assert browser.run("document.querySelectorAll('main img, #serving img, .alerts img').length") == 0

@@ -29,7 +29,12 @@ pytestmark = [
 ]
 
 # What is empty while all is well, and why.
-EMPTY = {"Engine restarts": "an annotation for each restart; there was none"}
+EMPTY = {
+    "Engine restarts": "an annotation for each restart; there was none",
+    "A row for each replica": "there is one engine",
+    "Routes by reason": "there is one engine",
+    "First output: predicted and seen": "there is one engine",
+}
 OVERLOAD = {"QuireKVCacheNearlyFull", "QuireKVCacheFull", "QuireWaitingForKV", "QuireRejecting"}
 
 

@@ -265,25 +265,28 @@ def test_a_program_gets_sigterm_when_its_parent_lets_go() -> None:
 
 def test_nodes_that_are_not_renewed_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray_serve
+    from quire_engine.routing.fleet import Wanted
 
     now = 100.0
     monkeypatch.setattr(ray_serve.time, "monotonic", lambda: now)
     registry = ray_serve.Registry()
     assert registry.renew_node("a", "10.0.0.1:1") == -1
-    assert registry.renew_front("f", "http://10.0.0.9:8000", 3) == ["10.0.0.1:1"]
+    assert registry.renew_front("f", "http://10.0.0.9:8000", Wanted(2.4, 0)) == ["10.0.0.1:1"]
     now += 1.5
-    registry.renew_front("h", "", -1)  # it starts
+    registry.renew_front("h", "", None)  # it starts
     assert registry.renew_node("b", "10.0.0.2:1") == 3
-    registry.renew_front("h", "http://10.0.0.7:8000", 2)
-    assert registry.renew_node("b", "10.0.0.2:1") == 5
+    registry.renew_front("h", "http://10.0.0.7:8000", Wanted(1.2, 0))
+    assert registry.renew_node("b", "10.0.0.2:1") == 4
+    registry.renew_front("h", "http://10.0.0.7:8000", Wanted(1.2, 6))
+    assert registry.renew_node("b", "10.0.0.2:1") == 6
     now += 1.0
-    assert registry.renew_front("g", "http://10.0.0.8:8000", 1) == ["10.0.0.2:1"]
+    assert registry.renew_front("g", "http://10.0.0.8:8000", Wanted(1.0, 0)) == ["10.0.0.2:1"]
     now += 1.5
-    registry.renew_front("g", "http://10.0.0.8:8000", 1)
+    registry.renew_front("g", "http://10.0.0.8:8000", Wanted(1.0, 0))
     registry.renew_node("b", "10.0.0.2:1")
     assert registry.fronts() == ["http://10.0.0.8:8000"]
     registry.drop_node("b")
-    assert registry.renew_front("g", "http://10.0.0.8:8000", 1) == []
+    assert registry.renew_front("g", "http://10.0.0.8:8000", Wanted(1.0, 0)) == []
 
 
 @pytest.mark.timeout(900)

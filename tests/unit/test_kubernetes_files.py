@@ -148,9 +148,11 @@ def test_nodes_are_scaled_by_a_metric_that_there_is() -> None:
     (scaled,) = of_kind("ScaledObject").values()
     assert scaled["spec"]["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "quire-node"}
     assert "replicas" not in DEPLOYMENTS["quire-node"]["spec"], "or each `kubectl apply` would undo the scaling"
-    (trigger,) = scaled["spec"]["triggers"]
-    assert trigger["metadata"]["query"] == "sum(quire_replicas_wanted)"
-    assert "| `quire_replicas_wanted` |" in text("docs/metrics.md")
+    queries = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+    assert queries == ["sum(quire_replicas_wanted)", "max(quire_replicas_wanted_at_least)"]
+    assert {trigger["metadata"]["threshold"] for trigger in scaled["spec"]["triggers"]} == {"1"}
+    for name in ("quire_replicas_wanted", "quire_replicas_wanted_at_least"):
+        assert f"| `{name}` |" in text("docs/metrics.md")
     assert 1 < scaled["spec"]["minReplicaCount"] < scaled["spec"]["maxReplicaCount"]
     (policy,) = scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]["policies"]
     assert policy["periodSeconds"] >= pod("quire-node")["terminationGracePeriodSeconds"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from quire_engine.routing.views import ReplicaView
 from quire_engine.types import TenantStats
@@ -51,8 +52,28 @@ class TenantService:
         return {tenant: self.elsewhere(name, tenant) for tenant in self._totals}
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The replicas that one front asks for. Rounded up is only the sum of fronts that share replicas."""
+
+    work: float  # busy seconds that requests offer a second, over the share of its seconds that a replica may be busy
+    at_least: int  # one more than serve now, where first tokens are late; take the most of fronts, not their sum
+
+    @property
+    def count(self) -> int:
+        """Where there is no other front."""
+        return wanted_together([self])
+
+
+def wanted_together(fronts: Iterable[Wanted]) -> int:
+    """The replicas that fronts want together, which share them."""
+    fronts = list(fronts)
+    by_work = math.ceil(sum(each.work for each in fronts) - 1e-9)
+    return max(by_work, max((each.at_least for each in fronts), default=0))
+
+
 class WantedReplicas:
-    """The autoscaling signal: ceil(busy seconds of the cost model offered per second / 0.75).
+    """The autoscaling signal: busy seconds of the cost model offered per second / 0.75.
 
     Up at once where the predicted TTFT's p95 has been above the target for 10 seconds; down after 5 minutes.
     """
@@ -70,7 +91,7 @@ class WantedReplicas:
         self._sum = 0.0
         self._ttfts: deque[tuple[float, float]] = deque()
         self._late_since: float | None = None
-        self._enough: deque[tuple[float, int]] = deque()  # (time, wanted then), falling: the most of the last minutes
+        self._work, self._at_least = _Highest(self.down_seconds), _Highest(self.down_seconds)
 
     def offer(self, *, busy_seconds: float, predicted_ttft: float, now: float) -> None:
         """A request was routed: what it costs a replica in all, and how long its first token is to take."""
@@ -78,19 +99,14 @@ class WantedReplicas:
         self._sum += busy_seconds
         self._ttfts.append((now, predicted_ttft))
 
-    def wanted(self, now: float, *, ready: int) -> int:
-        """Replicas wanted, where `ready` of them serve now."""
+    def wanted(self, now: float, *, ready: int) -> Wanted:
+        """The replicas that are wanted, where `ready` of them serve now."""
         while self._offered and self._offered[0][0] < now - self.window:
             self._sum -= self._offered.popleft()[1]
         seconds = min(max(now - self._began, 1.0), self.window)
-        by_work = math.ceil(max(self._sum, 0.0) / seconds / self.share - 1e-9)
-        count = max(by_work, self._least, ready + 1 if self._is_late(now) else 0)
-        while self._enough and self._enough[-1][1] <= count:
-            self._enough.pop()
-        self._enough.append((now, count))
-        while self._enough[0][0] < now - self.down_seconds:
-            self._enough.popleft()
-        return self._enough[0][1]
+        work = max(self._sum, 0.0) / seconds / self.share if self._offered else 0.0
+        at_least = max(self._least, ready + 1 if self._is_late(now) else 0)
+        return Wanted(self._work.take(now, work), int(self._at_least.take(now, at_least)))
 
     def _is_late(self, now: float) -> bool:
         while self._ttfts and self._ttfts[0][0] < now - self.late_seconds:
@@ -105,6 +121,23 @@ class WantedReplicas:
         if self._late_since is None:
             self._late_since = now
         return now - self._late_since >= self.late_seconds
+
+
+class _Highest:
+    """The highest of the values of the last seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._falling: deque[tuple[float, float]] = deque()  # (time, value), falling
+
+    def take(self, now: float, value: float) -> float:
+        """Take in one more; returns the highest."""
+        while self._falling and self._falling[-1][1] <= value:
+            self._falling.pop()
+        self._falling.append((now, value))
+        while self._falling[0][0] < now - self._seconds:
+            self._falling.popleft()
+        return self._falling[0][1]
 
 
 def request_seconds(view: ReplicaView, *, prompt_tokens: int, output_tokens: int) -> float:

@@ -16,10 +16,11 @@ from typing import Protocol
 from quire_engine.block_hashes import routed_names
 from quire_engine.cost_model import CostModel
 from quire_engine.errors import ConfigError
+from quire_engine.routing.fleet import WantedReplicas, request_seconds
 from quire_engine.routing.index import PrefixIndex
 from quire_engine.routing.policy import route_policy
 from quire_engine.routing.prediction import Slowness
-from quire_engine.routing.views import ReplicaView, RouteRequest
+from quire_engine.routing.views import ReplicaView, Route, RouteRequest
 from quire_engine.simulation.outcome import Outcome, Served
 from quire_engine.simulation.requests import as_request
 from quire_engine.simulation.setup import Setup
@@ -28,6 +29,7 @@ from quire_engine.simulation.traces import TraceRow
 from quire_engine.types import PrefixChanges, TokenOutput
 
 MOST_STEP_REPLICAS = 16  # replicas that are simulated step by step; more take too long
+ASK_SECONDS = 5.0  # between two questions for the number of replicas that are wanted
 _FREED_SECONDS = 10.0  # over which the rate of freed blocks is measured
 
 
@@ -43,6 +45,7 @@ class Fleet:
     slow: float = 1.0  # the last replica takes so many times as long, and does not report it
     stale: float = 0.0  # seconds by which the index lags behind
     wrong_cost: float = 1.0  # the router's cost model is so many times the true one
+    ttft_target: float = 0.0  # seconds of p95, for the number of replicas that are wanted; 0: none
 
     def check(self) -> None:
         """Raises ConfigError."""
@@ -185,6 +188,7 @@ class FleetOutcome:
     moved: int = 0  # streams and requests that went elsewhere after a loss
     ratios: list[float] = field(default_factory=list)  # seen TTFT over the predicted one, of each request
     chosen: list[int] = field(default_factory=list)  # the replica of each request that was sent, in order
+    wanted: list[int] = field(default_factory=list)  # replicas that the requests asked for, every few seconds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -257,6 +261,9 @@ class FleetSimulation:
         self._noticed: set[int] = set()
         self._late: deque[tuple[float, int, PrefixChanges]] = deque()  # frames that a stale index has not seen yet
         self._fresh_at = -1.0
+        # A front that has been there for a while: its first minute is as long as every other.
+        self._wanted = WantedReplicas(ttft_target=fleet.ttft_target, least=0, now=-WantedReplicas.window)
+        self._asked_at = 0.0  # when the number was last asked for
         self._requests: dict[int, _Sent] = {}
         self._open: list[set[int]] = [set() for _ in self._labels]  # unfinished requests, as the front knows them
         self._found = FleetOutcome(outcome=Outcome(num_blocks=0), counts=[0] * count)
@@ -312,6 +319,7 @@ class FleetSimulation:
         sent = self._requests[number]
         sent.replica, sent.predicted, sent.routed_at = chosen, route.predicted_ttft, at
         self._index.sent(route.name, request.request_id, blocks)
+        self._offer(row, route, at)
         self._found.counts[chosen] += 1
         self._found.chosen.append(chosen)
         self._open[chosen].add(number)
@@ -321,6 +329,20 @@ class FleetSimulation:
         replica = self._replicas[chosen]
         sent.parts.append(replica.send(row, number, at, blocks, route.hit_blocks))
         self._look(chosen, at)
+
+    def _offer(self, row: TraceRow, route: Route, at: float) -> None:
+        """As a front does, by what it believes of the replica; the length of the answer it would have learnt."""
+        view = self._views[self._number_of[route.name]]
+        uncached = max(row.input_tokens - route.hit_blocks * view.limits.block_size, 1)
+        busy = request_seconds(view, prompt_tokens=uncached, output_tokens=row.output_tokens)
+        self._wanted.offer(busy_seconds=busy, predicted_ttft=route.predicted_ttft, now=at)
+        if at >= self._asked_at + ASK_SECONDS:
+            self._ask(at)
+
+    def _ask(self, at: float) -> None:
+        self._asked_at = at
+        ready = len(self._labels) - len(self._noticed)
+        self._found.wanted.append(self._wanted.wanted(at, ready=ready).count)
 
     def _refresh(self, at: float, *, all_of_them: bool = False) -> None:
         """Let every replica work until now, and hear what it tells."""
@@ -368,6 +390,7 @@ class FleetSimulation:
             if number not in self._gone:
                 whole.seconds = max(whole.seconds, own.seconds)
         whole.requests = [_joined(number, sent, whole) for number, sent in self._requests.items()]
+        self._ask(max((sent.at for sent in self._requests.values()), default=0.0))
         _note_live(whole)
         return self._found
 

@@ -38,6 +38,8 @@ class FleetReport:
     moved: int  # after losses
     error_p50: float | None  # seen TTFT over the predicted one, of the middle request
     busy: float  # share of the replicas' time
+    wanted: int  # replicas that the requests asked for at most, as a front's metrics would have told
+    wanted_mean: float  # over the run
 
 
 def fleet_report(fleet: Fleet, found: FleetOutcome, slo: Slo | None = None) -> FleetReport:
@@ -57,6 +59,8 @@ def fleet_report(fleet: Fleet, found: FleetOutcome, slo: Slo | None = None) -> F
         moved=found.moved,
         error_p50=percentile(ratios, 50) if ratios else None,
         busy=made.busy / fleet.replicas,
+        wanted=max(found.wanted, default=0),
+        wanted_mean=sum(found.wanted) / max(len(found.wanted), 1),
     )
 
 

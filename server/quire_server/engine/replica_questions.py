@@ -10,6 +10,7 @@ import msgspec
 
 from quire_engine.errors import EngineDead, QuireError, Unanswerable
 from quire_engine.types import LOAD_ADAPTER
+from quire_server.engine.replica_routing import RouteTaken
 
 EPOCH = "~"  # between a request's id and the number of its engine; no id has it
 _LISTS = {"request": "requests", "table": "sequences"}  # what the answers about named requests list
@@ -28,10 +29,13 @@ Find = Callable[[str], tuple[str, str] | None]  # of a client's request id: the 
 class ReplicaQuestions:
     """Questions and orders over all replicas."""
 
-    def __init__(self, replicas: Mapping[str, Asked], find: Find) -> None:
-        """`replicas` by name; the mapping may grow."""
+    def __init__(
+        self, replicas: Mapping[str, Asked], find: Find, routes: Callable[[str], Sequence[RouteTaken]] = lambda _: ()
+    ) -> None:
+        """`replicas` by name; the mapping may grow. `routes`: of a client's request id."""
         self._replicas = replicas
         self._find = find
+        self._routes = routes
 
     async def inspect(self, what: str, argument: str = "{}") -> bytes:
         """As `Supervisor.inspect`: of requests that it names from the replicas that have them; else of one replica.
@@ -71,6 +75,9 @@ class ReplicaQuestions:
                 by_replica.setdefault(place[0], []).append(place[1])
         by_replica = by_replica or {next(iter(self._replicas)): ids}  # which says in words that there is none
         answers = await self._ask([(name, asked | {"ids": own}) for name, own in by_replica.items()], what)
+        for each in answers if what == "request" else ():
+            for one in each["requests"]:
+                _tell_routes(one, self._routes(one["request_id"]))
         return _merged(answers, (_LISTS.get(what, ""),))
 
     async def _ask(self, chosen: Sequence[tuple[str, dict[str, Any]]], what: str) -> list[dict[str, Any]]:
@@ -102,6 +109,22 @@ def _translated(answer: dict[str, Any], name: str) -> dict[str, Any]:
                 one["why"] = one["why"].replace(taker["request_id"], bare)
                 taker["request_id"] = bare
     return answer
+
+
+def _tell_routes(explained: dict[str, Any], routes: Sequence[RouteTaken]) -> None:
+    """Add where a request was sent and why; in words too, where it lost a replica or its first output came late."""
+    explained["routes"] = [route.plain() for route in routes]
+    words = []
+    if len(routes) > 1:
+        words.append(f"it was given to {len(routes)} replicas, last to {routes[-1]}")
+    for route in routes:
+        if route.is_slow:
+            words.append(
+                f"its first output from replica {route.replica} came after {route.seen:.1f} s,"
+                f" {route.predicted:.1f} s were predicted ({route.why})"
+            )
+    if words:
+        explained["why"] = f"{explained['why'].rstrip('.')}; {'; '.join(words)}."
 
 
 def _merged(answers: Sequence[dict[str, Any]], lists: Sequence[str]) -> bytes:

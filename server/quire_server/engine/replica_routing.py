@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from quire_engine.block_hashes import routed_names
 from quire_engine.cost_model import CostModel
 from quire_engine.limits import SchedulerLimits
-from quire_engine.routing.fleet import TenantService, WantedReplicas, request_seconds
+from quire_engine.routing.fleet import TenantService, Wanted, WantedReplicas, request_seconds
 from quire_engine.routing.index import PrefixIndex
 from quire_engine.routing.policy import route_policy
 from quire_engine.routing.prediction import Slowness
@@ -51,6 +51,39 @@ class LiveCost:
     def _made(self) -> CostModel:
         step, token = self._step, self._token
         return CostModel(step=step, prompt=((1, step + token), (1025, step + 1025 * token)))
+
+
+_SLOW_FACTOR, _SLOW_SECONDS = 2.0, 1.0  # a first token is slow that is so much later than predicted
+
+
+@dataclass(slots=True, kw_only=True)
+class RouteTaken:
+    """The replica that got a request, and why: for operators."""
+
+    replica: str
+    reason: str  # of a fixed set
+    why: str  # the policy's words
+    predicted: float  # seconds to its first output
+    sent_at: float
+    seen: float | None = None  # seconds to it
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the first output came much later than predicted."""
+        return self.seen is not None and self.seen > max(_SLOW_FACTOR * self.predicted, self.predicted + _SLOW_SECONDS)
+
+    def plain(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "replica": self.replica,
+            "reason": self.reason,
+            "why": self.why,
+            "predicted_ttft_seconds": round(self.predicted, 6),
+            "seen_ttft_seconds": None if self.seen is None else round(self.seen, 6),
+        }
+
+    def __str__(self) -> str:
+        return f"replica {self.replica} ({self.reason}): {self.why}"
 
 
 class OutputLengths:
@@ -130,18 +163,32 @@ class Router:
         if step.prefixes is not None:
             self._index.apply(name, step.prefixes)  # frames of one socket have no gaps
 
-    def choose(
-        self, entry: JournalEntry, request_id: str, cohort: str, standings: Sequence[Standing], now: float
-    ) -> tuple[Route, tuple[int, ...]] | None:
-        """The route and the names of the prompt's blocks; None where no replica may have it.
+    def blocks_of(self, request: GenerationRequest, block_size: int) -> tuple[int, ...]:
+        """The names of its prompt's blocks, where the policy asks for them.
 
-        `cohort`: of a request that has tokens; empty: any.
+        At most 256 blocks are hashed, whatever the prompt's length: a quarter of a millisecond with blocks of 16
+        tokens, two with 512. Small hashes hold the interpreter's lock, so that a thread would take no less from the
+        event loop.
+        """
+        if not self.reads_blocks or not _reads_cache(request):
+            return ()
+        return routed_names(request.prompt_token_ids, request.cache_salt, block_size)
+
+    def choose(
+        self,
+        entry: JournalEntry,
+        request_id: str,
+        cohort: str,
+        standings: Sequence[Standing],
+        *,
+        now: float,
+        blocks: tuple[int, ...] = (),
+    ) -> Route | None:
+        """The route; None where no replica may have it.
+
+        `cohort`: of a request that has tokens; empty: any. `blocks`: see `blocks_of`.
         """
         request = entry.request
-        blocks: tuple[int, ...] = ()
-        if standings and self.reads_blocks and _reads_cache(request):
-            size = standings[0].limits.block_size
-            blocks = routed_names(request.prompt_token_ids, request.cache_salt, size)  # at most 256: half a millisecond
         asked = RouteRequest(
             request_id=request_id,
             prompt_tokens=num_known_tokens(entry),
@@ -152,7 +199,7 @@ class Router:
         )
         self._views = {each.name: self._view(each, now) for each in standings}
         try:
-            return self._policy.choose(asked, list(self._views.values()), self._index, now), blocks
+            return self._policy.choose(asked, list(self._views.values()), self._index, now)
         except NoReplica:
             return None
 
@@ -168,7 +215,7 @@ class Router:
         elsewhere = self._tenants.elsewhere(route.name, request.tenant)
         return replace(request, service_elsewhere=elsewhere) if elsewhere else request
 
-    def wanted(self, now: float, *, ready: int) -> int:
+    def wanted(self, now: float, *, ready: int) -> Wanted:
         """The replicas that the work of the last minute asks for, where `ready` of them serve now."""
         return self._wanted.wanted(now, ready=ready)
 

@@ -10,17 +10,18 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quire_engine.config import EnginePlan
 from quire_engine.process.transport import LoadProgress
+from quire_engine.routing.fleet import Wanted
 from quire_engine.routing.views import Route
 from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput, TokenOutput
 from quire_server.engine.recovery import JournalEntry, Quarantine
 from quire_server.engine.replica_questions import EPOCH, ReplicaQuestions
-from quire_server.engine.replica_routing import Router, Standing, num_known_tokens
+from quire_server.engine.replica_routing import Router, RouteTaken, Standing, num_known_tokens
 from quire_server.engine.stats_sum import StatsSum
 from quire_server.engine.supervisor import EngineState
 from quire_server.errors import ReplicaLost
@@ -30,6 +31,7 @@ MOST_SILENT = (
     4  # of those that were only out of reach: a machine that a request has stopped is not told from a cut wire
 )
 _MOST_ENDED = 4096  # ended requests whose replica is known to `inspect`
+_SLOW_LINE_SECONDS = 5.0  # between two lines about late first tokens
 
 # A stream lost its replica; the replica with a part of the prompt cached; or else by what is ahead of it.
 ROUTE_REASONS = ("moved", "cached", "load")
@@ -74,6 +76,8 @@ class Stream:
     num_silent: int = 0  # engines that were out of reach with it, since its last output
     moved_at: float | None = None  # when it lost its engine, until its next output
     timer: asyncio.TimerHandle | None = None  # the end of the wait for an engine
+    blocks: tuple[int, ...] | None = None  # names of its prompt's blocks; None: not hashed yet
+    routes: list[RouteTaken] = field(default_factory=list)  # one for each engine that it was given to
 
     @property
     def run_id(self) -> str:
@@ -98,6 +102,14 @@ class ReplicaRow:
     @property
     def is_up(self) -> bool:
         return self.state == EngineState.READY.value
+
+
+class _Ended(NamedTuple):
+    """An ended request: the replica that had it last, its name there, and its routes."""
+
+    replica: str
+    run_id: str
+    routes: Sequence[RouteTaken]
 
 
 class ReplicaEngine(Protocol):
@@ -169,9 +181,10 @@ class ReplicaSet:
         self._failover_seconds = failover_seconds
         self._replicas: dict[str, Replica] = {}
         self._streams: dict[str, Stream] = {}
-        self._ended: dict[str, tuple[str, str]] = {}  # the last ended requests: replica, id there
+        self._ended: dict[str, _Ended] = {}  # the last ended requests
+        self._told_slow = -math.inf  # when the last line about a late first token was written
         self._engines: dict[str, ReplicaEngine] = {}
-        self._questions = ReplicaQuestions(self._engines, self._find)
+        self._questions = ReplicaQuestions(self._engines, self._find, self.routes)
         self.inspect = self._questions.inspect
         self._sums = StatsSum()
         self._stopped = False
@@ -257,7 +270,7 @@ class ReplicaSet:
             for each in self._replicas.values()
         ]
 
-    def wanted(self) -> int:
+    def wanted(self) -> Wanted:
         """The replicas that the work of the last minute asks for: a signal for whatever starts and ends them."""
         ready = sum(each.state is EngineState.READY for each in self._engines.values())
         return self._router.wanted(self._clock(), ready=ready)
@@ -294,8 +307,8 @@ class ReplicaSet:
     def _place(self, stream: Stream, entry: JournalEntry) -> None:
         """Give a request to the replica that the policy chooses, or let it wait for one."""
         entry.request = stream.request
-        chosen = self._choose(stream, entry)
-        if chosen is None:
+        route = self._choose(stream, entry)
+        if route is None:
             stream.entry = entry
             if self._stopped or self._are_dead():
                 self._fail(stream, "the engine is not running")
@@ -306,19 +319,31 @@ class ReplicaSet:
         if stream.timer is not None:
             stream.timer.cancel()
         stream.entry = stream.timer = None
-        route, blocks = chosen
         target = stream.replica = self._replicas[route.name]
         target.streams[stream.request.request_id] = stream
         stream.unanswered = num_known_tokens(entry)
         target.tokens_ahead += stream.unanswered
-        request = self._router.sent(stream.request, route, blocks, self._clock())
+        request = self._router.sent(stream.request, route, stream.blocks or (), self._clock())
         entry.request = replace(request, request_id=stream.run_id) if stream.epoch else request
-        self.on_route("moved" if stream.epoch else "cached" if route.hit_blocks else "load")
+        taken = RouteTaken(
+            replica=route.name,
+            reason="moved" if stream.epoch else "cached" if route.hit_blocks else "load",
+            why=route.why,
+            predicted=route.predicted_ttft,
+            sent_at=self._clock(),
+        )
+        stream.routes.append(taken)
+        log.debug("request %s goes to %s", stream.request.request_id, taken)
+        self.on_route(taken.reason)
         target.engine.adopt(entry)
 
-    def _choose(self, stream: Stream, entry: JournalEntry) -> tuple[Route, tuple[int, ...]] | None:
-        cohort = stream.numerics if entry.has_tokens else ""
-        return self._router.choose(entry, stream.request.request_id, cohort, self._standings(), self._clock())
+    def _choose(self, stream: Stream, entry: JournalEntry) -> Route | None:
+        standings = self._standings()
+        if stream.blocks is None and standings:  # hashed once, however often it moves
+            stream.blocks = self._router.blocks_of(stream.request, standings[0].limits.block_size)
+        cohort, blocks = stream.numerics if entry.has_tokens else "", stream.blocks or ()
+        name = stream.request.request_id
+        return self._router.choose(entry, name, cohort, standings, now=self._clock(), blocks=blocks)
 
     def _standings(self) -> list[Standing]:
         """The replicas as a policy sees them. One that looks for a culprit gets nothing while another is there."""
@@ -354,7 +379,7 @@ class ReplicaSet:
         """The request has ended."""
         request_id = stream.request.request_id
         if stream.replica is not None:
-            self._ended[request_id] = stream.replica.name, stream.run_id
+            self._ended[request_id] = _Ended(stream.replica.name, stream.run_id, stream.routes)
             if len(self._ended) > _MOST_ENDED:
                 del self._ended[next(iter(self._ended))]
         self._leave(stream)
@@ -396,11 +421,22 @@ class ReplicaSet:
             source.tokens_ahead -= stream.unanswered
             stream.unanswered = 0
             self._router.answered(request_id, self._clock())
+            self._note_first(stream, self._clock())
         stream.numerics, stream.num_silent = source.numerics, 0
         if stream.moved_at is not None:
             self.on_moved(self._clock() - stream.moved_at)
             stream.moved_at = None
         return output if output.request_id == request_id else replace(output, request_id=request_id)
+
+    def _note_first(self, stream: Stream, now: float) -> None:
+        """The first output from where it was sent has come; a line where that is late, but not for each of many."""
+        route = stream.routes[-1]
+        route.seen = now - route.sent_at
+        if route.is_slow and now >= self._told_slow + _SLOW_LINE_SECONDS:
+            self._told_slow = now
+            log.info(
+                "request %s had its first output after %.1f s from %s", stream.request.request_id, route.seen, route
+            )
 
     # ---------------------------------------------------------------- moves
 
@@ -501,8 +537,17 @@ class ReplicaSet:
         """The replica that has the request, or had it last, and the request's id there."""
         stream = self._streams.get(request_id)
         if stream is None or stream.replica is None:
-            return self._ended.get(request_id)
+            ended = self._ended.get(request_id)
+            return None if ended is None else (ended.replica, ended.run_id)
         return stream.replica.name, stream.run_id
+
+    def routes(self, request_id: str) -> Sequence[RouteTaken]:
+        """The replicas that got a request, live or one of the last ended ones, in order."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            return stream.routes
+        ended = self._ended.get(request_id)
+        return () if ended is None else ended.routes
 
 
 def _age(stream: Stream) -> float:

@@ -7,9 +7,9 @@ from functools import partial
 from ipaddress import ip_address
 from typing import Any
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire_server.errors import ApiError, Forbidden, HostNotAllowed, Unauthorized
 from quire_server.http.body_limits import BodyBudget, BodyGate, BodyLimits
@@ -37,21 +37,20 @@ def layers(
     limits: ServerLimits,
     on_reply: Callable[[Reply], None],
     requests: OpenRequests,
+    explain: Callable[[str], str] | None = None,
 ) -> Iterator[Layer]:
     """From the innermost to the outermost; the same around the serving and the starting application.
 
     A request's body is not read before its size, its host and its key were checked. `on_body_bytes` is called with the
-    number of held bytes of bodies.
+    number of held bytes of bodies. `explain`: in a line, the route of the request with this x-request-id; empty: none.
     """
     root = settings.root_path
     budget = BodyBudget(max(limits.max_body_bytes_total, bodies.largest), on_body_bytes)
     yield partial(BodyGate, limits=bodies, budget=budget)  # the innermost: nothing of a body counts before the key
-    yield partial(
-        AdminAuth,
-        known=lambda: credentials.known.admin,
-        admits_local=settings.allow_local_admin or not settings.needs_key,
-        root_path=root,
-    )
+    admits_local = settings.allow_local_admin or not settings.needs_key
+    if explain is not None:
+        yield partial(RouteHeader, known=lambda: credentials.known.admin, admits_local=admits_local, explain=explain)
+    yield partial(AdminAuth, known=lambda: credentials.known.admin, admits_local=admits_local, root_path=root)
     if settings.needs_key:  # inside of CORS, since preflights have no key
         yield partial(KeyAuth, known=lambda: credentials.known.api, root_path=root)
     cors: dict[str, Any] = {
@@ -107,16 +106,56 @@ class AdminAuth:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         known = self._known()
-        if not known:
-            if not self._admits_local:
-                return Forbidden(NO_ADMIN_KEY)
-            why = _why_not_local(scope)
-            return None if why is None else Forbidden(f"This is for the operator: {why}; set --admin-api-key.")
-        key = find_key(scope["headers"], known)
-        if key is None:
-            return Unauthorized()
-        scope.setdefault("state", {}).update(key_name=key[1] or "admin")
-        return None
+        refusal = _why_no_operator(scope, known, admits_local=self._admits_local)
+        if refusal is None and known:
+            key = find_key(scope["headers"], known)
+            scope.setdefault("state", {}).update(key_name=(key[1] if key is not None else "") or "admin")
+        return refusal
+
+
+class RouteHeader:
+    """Tells an operator which replica a request was given to, and why, in the header `x-quire-route` of the reply.
+
+    A request asks for it by `x-quire-explain: route`, and needs a key or an address that admin paths would accept.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        known: Callable[[], Mapping[bytes, str]],
+        admits_local: bool,
+        explain: Callable[[str], str],
+    ) -> None:
+        self._app, self._known, self._admits_local, self._explain = app, known, admits_local, explain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._is_asked(scope):
+            await self._app(scope, receive, send)
+            return
+
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = self._explain(scope.get("state", {}).get("request_id", ""))
+                if route:
+                    MutableHeaders(scope=message)["x-quire-route"] = route
+            await send(message)
+
+        await self._app(scope, receive, tell)
+
+    def _is_asked(self, scope: Scope) -> bool:
+        asks = any(name == b"x-quire-explain" and value == b"route" for name, value in scope["headers"])
+        return asks and _why_no_operator(scope, self._known(), admits_local=self._admits_local) is None
+
+
+def _why_no_operator(scope: Scope, known: Mapping[bytes, str], *, admits_local: bool) -> ApiError | None:
+    """The refusal of an operator's request; None: it is one. `known`: the admin keys."""
+    if known:
+        return None if find_key(scope["headers"], known) is not None else Unauthorized()
+    if not admits_local:
+        return Forbidden(NO_ADMIN_KEY)
+    why = _why_not_local(scope)
+    return None if why is None else Forbidden(f"This is for the operator: {why}; set --admin-api-key.")
 
 
 def _why_not_local(scope: Scope) -> str | None:
@@ -212,7 +251,7 @@ def is_loopback(address: str) -> bool:
 METHODS = ("GET", "POST", "DELETE")
 EXPOSED = (
     *("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry"),
-    *("x-quire-ignored", "x-quire-clamped", "x-quire-notes", "x-quire-adapter"),
+    *("x-quire-ignored", "x-quire-clamped", "x-quire-notes", "x-quire-adapter", "x-quire-route"),
 )
 
 

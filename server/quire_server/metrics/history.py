@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -14,6 +14,7 @@ from quire_server.metrics.alert_rules import Alert, AlertRules
 from quire_server.metrics.metric_catalog import TOKEN_SECONDS, TTFT_SECONDS, EngineMetrics, RequestMetrics
 from quire_server.metrics.metric_values import Counter, Histogram
 from quire_server.metrics.occupancy import Occupancy, StaticBatching
+from quire_server.metrics.replica_metrics import ReplicaBoard
 from quire_server.metrics.request_record import RequestBoard, RequestRow
 from quire_server.metrics.samples import Sample, Window
 
@@ -33,6 +34,7 @@ class Now:
     requests: list[RequestRow]  # unfinished ones, then the last ended ones
     num_live: int
     alerts: list[Alert]
+    replicas: ReplicaBoard | None
 
 
 class History:
@@ -54,6 +56,7 @@ class History:
     ) -> None:
         self.block_size = 1
         self.max_model_len = 1
+        self.replicas: Callable[[], ReplicaBoard | None] = lambda: None  # set where there are some
         self._engine = engine
         self._requests = requests
         self._rejected = rejected
@@ -114,6 +117,7 @@ class History:
             requests=[*self._board.live(_LIVE_ROWS), *reversed(self._board.ended)],
             num_live=self._board.num_live,
             alerts=alerts,
+            replicas=self.replicas(),
         )
         return msgspec.json.encode(news)
 

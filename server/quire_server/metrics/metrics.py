@@ -29,7 +29,7 @@ from quire_server.metrics.metric_catalog import (
 )
 from quire_server.metrics.metric_values import Gauge, Values
 from quire_server.metrics.occupancy import Occupancy, StaticBatching
-from quire_server.metrics.replica_metrics import ReplicaMetrics, Row
+from quire_server.metrics.replica_metrics import ReplicaMetrics, Row, Wanted
 from quire_server.metrics.request_record import CURRENT, Load, RequestBoard, RequestRecord
 from quire_server.metrics.usage import UsageBook
 
@@ -86,7 +86,7 @@ class Metrics:
         self.resize = self._engine.resize
         self.replicas = ReplicaMetrics(values)
         self.replica_rows: Callable[[], Iterable[Row]] = tuple  # called at each scrape, as the next one
-        self.replicas_wanted: Callable[[], int] = int
+        self.replicas_wanted: Callable[[], Wanted | None] = lambda: None
         self._rejected = values.counter(
             "quire_rejected",
             "Requests refused before they were queued, by reason.",

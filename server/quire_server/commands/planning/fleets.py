@@ -80,7 +80,7 @@ def refuse_fleet_flags(given: argparse.Namespace, needed: str) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} needs {needed}")
 
 
-def asked_fleet(given: argparse.Namespace, setup: Setup, replicas: int) -> tuple[Fleet, list[str]]:
+def asked_fleet(given: argparse.Namespace, setup: Setup, replicas: int, slo: Slo) -> tuple[Fleet, list[str]]:
     """The fleet that the flags describe, and the policies. Raises ConfigError."""
     routes = [name.strip() for name in given.route.split(",")]
     if getattr(given, "plot", None) == "-":
@@ -96,6 +96,7 @@ def asked_fleet(given: argparse.Namespace, setup: Setup, replicas: int) -> tuple
         slow=given.slow_replica,
         stale=given.stale_index,
         wrong_cost=given.wrong_cost,
+        ttft_target=next((one.seconds for one in slo.objectives if one.name == "ttft_p95"), 0.0),
     )
     fleet.check()
     return fleet, routes
@@ -118,7 +119,7 @@ def simulate_fleet(
     given: argparse.Namespace, rows: Sequence[TraceRow], setup: Setup, slo: Slo, console: Console
 ) -> int:
     """Run each policy at the level asked for, print the table; the exit code."""
-    fleet, routes = asked_fleet(given, setup, given.replicas)
+    fleet, routes = asked_fleet(given, setup, given.replicas, slo)
     rows = copies(rows, given.copies)
     names = _levels(given.level, fleet.replicas)
     reports: dict[str, list[FleetReport]] = {}
@@ -192,6 +193,7 @@ def _print(title: str, reports: Sequence[FleetReport], console: Console) -> None
         refused = sum(one.report.refused.values())
         rest = f"busy {one.busy:.0%}, E2E p95 {duration(one.report.e2e.p95)}, {one.moved:,} moved, {refused:,} refused"
         console.print(f"  {one.route:<16}{rest}", highlight=False)
+        console.print(f"  {'':<16}{_wants(one)}", highlight=False)
         for name, measured in one.report.misses.items():
             console.print(f"MISSED by {one.route}: {name} is {duration(measured)}", highlight=False)
 
@@ -219,7 +221,7 @@ def print_fleet_plan(
     given: argparse.Namespace, rows: Sequence[TraceRow], setup: Setup, slo: Slo, console: Console
 ) -> int:
     """The fewest replicas for each policy; 1 where no number keeps the objectives."""
-    fleet, routes = asked_fleet(given, setup, len(given.lose_replica) + 1)
+    fleet, routes = asked_fleet(given, setup, len(given.lose_replica) + 1, slo)
     rows = copies(rows, given.copies)
     level = _fit(given, fleet, rows, console)
     plans = plan_fleet(fleet, rows, slo, routes, fit=level.fit)
@@ -230,9 +232,17 @@ def print_fleet_plan(
     for plan in plans:
         table.add_row(plan.route, *_plan_cells(plan, given.replica_cost))
     console.print(table)
+    for plan in plans:
+        if plan.at is not None:
+            console.print(f"  {plan.route:<16}{_wants(plan.at)}", highlight=False)
     if given.json is not None:
         _write(given.json, {"plans": [asdict(plan) for plan in plans], "fit": asdict(level)})
     return DONE if plans[0].replicas else FAILED
+
+
+def _wants(one: FleetReport) -> str:
+    """The count that a front's metrics would have told an autoscaler."""
+    return f"wants {one.wanted_mean:.1f} replicas, {one.wanted} at most"
 
 
 def _plan_cells(plan: FleetPlan, cost: float) -> list[str]:

@@ -131,6 +131,21 @@ function showTenants(tenants) {
   document.getElementById("tenants").replaceChildren(element("thead", {}, head), element("tbody", {}, ...rows));
 }
 
+const REASONS = { cached: "for what is cached", load: "for the least load", moved: "after a move" };
+
+function showReplicas(board) {
+  document.getElementById("replicas-section").hidden = !board?.rows.length;
+  if (!board?.rows.length) return;
+  const routes = Object.entries(board.routes).map(([reason, count]) => `${number(count)} ${REASONS[reason] ?? reason}`);
+  document.getElementById("replicas-note").textContent =
+    `Requests given to a replica: ${routes.join(", ") || "none"}. Streams moved: ${number(board.moved)}. First output: a mean of the last ones.`;
+  const head = element("tr", {}, ...["Replica", "State", "Streams", "Tokens ahead", "First output, predicted", "Seen"].map((text) => element("th", { scope: "col", textContent: text })));
+  const time = (value) => (value === null ? "–" : seconds(value));
+  const rows = board.rows.map((one) => element("tr", {}, ...[one.name, one.state, number(one.streams), number(one.prompt_tokens_ahead), time(one.predicted), time(one.seen)]
+    .map((text) => element("td", { textContent: text }))));
+  document.getElementById("replicas").replaceChildren(element("thead", {}, head), element("tbody", {}, ...rows));
+}
+
 function draw() {
   due = false;
   for (const chart of charts) chart.show(frames, span);
@@ -146,6 +161,7 @@ function draw() {
   }
   if (latest) {
     showAlerts(latest.alerts);
+    showReplicas(latest.replicas);
     showRequests(latest.requests, latest.num_live);
   }
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from quire_engine.cost_model import CostModel
 from quire_engine.limits import SchedulerLimits
-from quire_engine.routing.fleet import TenantService, WantedReplicas, first_to_go, request_seconds
+from quire_engine.routing.fleet import TenantService, WantedReplicas, first_to_go, request_seconds, wanted_together
 from quire_engine.routing.views import ReplicaView
 from quire_engine.types import TenantStats
 
@@ -42,11 +44,11 @@ def test_wanted_follows_the_offered_work() -> None:
     for _ in range(120):
         wanted.offer(busy_seconds=1.5, predicted_ttft=0.1, now=now)
         now += 1.0
-    assert wanted.wanted(now, ready=1) == 2
+    assert wanted.wanted(now, ready=1).count == 2
     for _ in range(120):
         wanted.offer(busy_seconds=3.1, predicted_ttft=0.1, now=now)
         now += 1.0
-    assert wanted.wanted(now, ready=2) == 5
+    assert wanted.wanted(now, ready=2).count == 5
 
 
 def test_up_at_once_when_late_for_ten_seconds_and_down_after_five_minutes() -> None:
@@ -54,15 +56,30 @@ def test_up_at_once_when_late_for_ten_seconds_and_down_after_five_minutes() -> N
     seen = []
     for _ in range(30):
         wanted.offer(busy_seconds=0.1, predicted_ttft=2.0, now=now)
-        seen.append(wanted.wanted(now, ready=2))
+        seen.append(wanted.wanted(now, ready=2).count)
         now += 1.0
     assert seen[5] == 1
     assert seen[12] == 3
     for _ in range(299):
         wanted.offer(busy_seconds=0.1, predicted_ttft=0.2, now=now)
-        assert wanted.wanted(now, ready=3) >= 3
+        assert wanted.wanted(now, ready=3).count >= 3
         now += 1.0
-    assert wanted.wanted(now + 20, ready=3) == 1
+    assert wanted.wanted(now + 20, ready=3).count == 1
+
+
+def test_fronts_that_share_replicas_want_no_more_than_one_front_would() -> None:
+    """A third of the work each is rounded up once, and each one's late first tokens ask for the same replica."""
+    one, fronts = WantedReplicas(ttft_target=1.0, least=0), [WantedReplicas(ttft_target=1.0, least=0) for _ in range(3)]
+    for second in range(90):
+        for front in fronts:
+            front.offer(busy_seconds=0.5, predicted_ttft=2.0 * (second < 40), now=float(second))
+            one.offer(busy_seconds=0.5, predicted_ttft=2.0 * (second < 40), now=float(second))
+        each = [front.wanted(float(second), ready=4) for front in fronts]
+        alone = one.wanted(float(second), ready=4)
+        assert wanted_together(each) == alone.count
+    assert alone.count == 5
+    assert sum(wanted.count for wanted in each) == 15
+    assert sum(wanted.work for wanted in each) == pytest.approx(alone.work)
 
 
 def test_the_replica_with_the_fewest_cached_seconds_goes_first() -> None:

@@ -67,6 +67,22 @@ def run(fleet_route: str, level: str, **more: object) -> tuple[FleetOutcome, Fle
     return found, fleet_report(fleet, found)
 
 
+def test_the_replicas_that_are_wanted_follow_the_load_and_its_first_tokens() -> None:
+    """As a front's metrics would have told: by work whatever the fleet's size, and one more where it is late."""
+
+    def wanted(replicas: int, speed: float = 1.0, ttft_target: float = 0.0) -> tuple[int, float]:
+        fleet = replace(FLEET, replicas=replicas, ttft_target=ttft_target)
+        found = fleet_report(fleet, simulate_coarsely(fleet, load(1000), fit=Fit(), speed=speed))
+        return found.wanted, found.wanted_mean
+
+    few, many, busier = wanted(6), wanted(8), wanted(8, speed=2.0)
+    assert few[0] == pytest.approx(many[0], rel=0.3)  # fuller replicas share their steps among more
+    assert 0 < few[1] <= few[0]
+    assert busier[0] > 1.4 * many[0]
+    assert wanted(4, speed=0.2)[0] < 4
+    assert wanted(4, speed=0.2, ttft_target=0.01)[0] == 5
+
+
 @pytest.mark.parametrize("level", ["step", "coarse"])
 def test_predicted_ttft_finds_what_is_cached(level: str) -> None:
     ours, turns = run("predicted_ttft", level)[1], run("round_robin", level)[1]

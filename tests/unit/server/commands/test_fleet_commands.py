@@ -32,6 +32,8 @@ def test_policies_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixtur
     plain = json.loads(numbers.read_text())
     assert [one["route"] for one in plain["step"]] == ["predicted_ttft", "round_robin"]
     assert plain["step"][0]["report"]["served"] == 24
+    assert plain["step"][0]["wanted"] >= plain["step"][0]["wanted_mean"] > 0
+    assert said.count("wants ") == 4
     assert plain["fleet"]["replica"]["num_blocks"] == 600
 
 
@@ -50,6 +52,7 @@ def test_the_fewest_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr().out
     assert "Replicas for ttft_p95=3s" in said
     assert "predicted_ttft" in said
+    assert said.count("wants ") == 2
     plans = json.loads(numbers.read_text())["plans"]
     assert plans[0]["replicas"] <= plans[1]["replicas"]
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import get_args
 
+import msgspec
 import pytest
 
 from quire_engine.config import EngineConfig
@@ -78,6 +80,72 @@ def test_the_predicted_time_to_the_first_output_is_told_beside_the_seen_one() ->
         assert name in ("0", "1")
         assert 0 < predicted < 1
         assert 0.01 < seen < 5
+
+    run(body)
+
+
+def test_why_a_request_went_where_is_told_while_it_lives_and_afterwards(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the move after a loss, and in a line where its first output was much later than predicted."""
+    caplog.set_level(logging.DEBUG, logger="quire.replicas")
+    now = 100.0
+
+    async def body() -> None:
+        nonlocal now
+        them = await replicas(policy="predicted_ttft")
+        monkeypatch.setattr(them.set, "_clock", lambda: now)
+        them.set.submit(request("a", tuple(range(100))))
+        first = them.holder("a")
+        (route,) = them.set.routes("a")
+        assert (route.replica, route.reason, route.seen) == (first_name(them, first), "load", None)
+        assert route.why.startswith("predicted 0.")
+        assert f"request a goes to replica {route.replica} (load): predicted" in caplog.text
+        assert "had its first output" not in caplog.text
+        now += 7.0
+        first.say("a", 5)
+        assert route.seen == 7.0
+        assert f"request a had its first output after 7.0 s from replica {route.replica} (load): " in caplog.text
+        first.die()
+        them.holder("a").say("a~1", 6, finish="length")
+        assert [each.reason for each in them.set.routes("a")] == ["load", "moved"], "remembered"
+        assert [each.seen for each in them.set.routes("a")] == [7.0, 0.0]
+        assert them.set.routes("b") == ()
+
+        async def explain(what: str, argument: str) -> bytes:
+            asked = msgspec.json.decode(argument)["ids"]
+            return msgspec.json.encode({"requests": [{"request_id": asked[0], "why": "It took 7 s."}], "step": 1})
+
+        for each in them.each:
+            monkeypatch.setattr(each, "inspect", explain)
+        (told,) = msgspec.json.decode(await them.set.inspect("request", '{"ids": ["a"]}'))["requests"]
+        assert [each["reason"] for each in told["routes"]] == ["load", "moved"]
+        assert told["routes"][0]["seen_ttft_seconds"] == 7.0
+        assert told["why"].startswith("It took 7 s; it was given to 2 replicas, last to replica ")
+        assert "came after 7.0 s, 0.1 s were predicted" in told["why"]
+
+    run(body)
+
+
+def test_a_prompt_is_hashed_once_however_often_its_stream_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    hash_names = replica_routing.routed_names
+
+    def names(token_ids: tuple[int, ...], salt: str, block_size: int) -> tuple[int, ...]:
+        hashed.append(len(token_ids))
+        return hash_names(token_ids, salt, block_size)
+
+    monkeypatch.setattr(replica_routing, "routed_names", names)
+
+    async def body() -> None:
+        them = await replicas(policy="predicted_ttft")
+        them.set.submit(request("a", tuple(range(100_000))))
+        for _ in range(3):
+            name = first_name(them, them.holder("a"))
+            them.set.drain(name, draining=True)
+            them.set.drain(name, draining=False)
+        assert len(them.set.routes("a")) == 4
+        assert hashed == [100_000]
 
     run(body)
 
@@ -372,14 +440,14 @@ def test_choices_that_end_in_one_step_are_all_delivered() -> None:
 def test_replicas_wanted_follow_the_work_and_an_idle_server_wants_none() -> None:
     async def body() -> None:
         them = await replicas()
-        assert them.set.wanted() == 0
+        assert them.set.wanted().count == 0
         for i in range(40):
             them.set.submit(request(f"r{i}", tuple(range(500)), tokens=400))
         few = them.set.wanted()
-        assert few >= 1
+        assert few.count >= 1
         for i in range(40, 400):
             them.set.submit(request(f"r{i}", tuple(range(500)), tokens=400))
-        assert them.set.wanted() > few
+        assert them.set.wanted().work > few.work
 
     run(body)
 

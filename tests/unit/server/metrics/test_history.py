@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from quire_engine.types import EngineStats, TenantStats
+from quire_server.engine.replicas import ReplicaRow
 from quire_server.metrics import metrics as module
 from quire_server.metrics.history import SECONDS
 from quire_server.metrics.metrics import Metrics
@@ -265,6 +266,32 @@ def test_waiting_for_memory_is_an_alert(metrics: Metrics, clock: Clock) -> None:
         fired.append([alert["firing"] for alert in second(metrics, clock)["alerts"]])
     assert fired[-1] == [True]
     assert fired[30] == [False]
+
+
+def test_replicas_are_told_with_their_routes(metrics: Metrics, clock: Clock) -> None:
+    assert second(metrics, clock)["replicas"] is None
+    common = {"prompt_tokens_ahead": 5, "restarts": 0, "numerics": "", "pid": None}
+    rows = [
+        ReplicaRow(name="0", state="ready", draining=False, streams=3, **common),
+        ReplicaRow(name="1", state="ready", draining=True, streams=0, **common),
+        ReplicaRow(name="2", state="restarting", draining=False, streams=0, **common),
+    ]
+    metrics.history.replicas = lambda: metrics.replicas.board(rows)
+    for why in ("load", "load", "cached"):
+        metrics.replicas.decided(why)
+    metrics.replicas.moved()
+    for _ in range(200):
+        metrics.replicas.answered("0", 0.5, 1.5)
+    metrics.replicas.answered("gone", 9.0, 9.0)
+    board = second(metrics, clock)["replicas"]
+    assert (board["routes"], board["moved"]) == ({"load": 2, "cached": 1}, 1)
+    assert [(one["name"], one["state"], one["streams"]) for one in board["rows"]] == [
+        ("0", "ready", 3),
+        ("1", "draining", 0),
+        ("2", "away", 0),
+    ]
+    assert (board["rows"][0]["predicted"], board["rows"][0]["seen"]) == (0.5, 1.5)
+    assert board["rows"][1]["seen"] is None
 
 
 def test_sharing_and_tenants_are_told(metrics: Metrics, clock: Clock) -> None:

@@ -13,10 +13,14 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire_server.engine.replicas import ReplicaRow
 from quire_server.metrics.alert_rules import RULES
 from quire_server.metrics.metrics import Metrics
 
 CONFIGS = Path(__file__).parents[4] / "configs"
+REPLICA = ReplicaRow(
+    name="0", state="ready", draining=False, streams=1, prompt_tokens_ahead=0, restarts=0, numerics="", pid=None
+)
 # Made by Prometheus itself.
 BUILT_IN = {"up", "ALERTS"}
 needs_promtool = pytest.mark.skipif(
@@ -28,6 +32,9 @@ def exported() -> dict[str, set[str]]:
     """Sample names with their labels, as a fresh server exports them."""
     metrics = Metrics("tiny")
     metrics.http_request("/health", "GET", 200, 0.1)
+    metrics.replica_rows = lambda: [REPLICA]
+    metrics.replicas.decided("load")
+    metrics.replicas.answered("0", 0.1, 0.2)
     names: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
