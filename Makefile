@@ -98,12 +98,13 @@ hostile: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m hostile $(ARGS)
 	PYTHONPATH=tests $(BIN)/python -m hostile.rows $(HOSTILE_ROWS)
 
-# A thousand mixed streams on two replicas under ten kills, and 600 on two nodes that are killed, stopped, cut off and
-# replaced, all as with one engine; six minutes on two cores.
+# A thousand mixed streams on two replicas under ten kills, 600 on two nodes that are killed, stopped, cut off and
+# replaced, and 1,200 with long prompts that one node computes for another, all as with one engine.
 replica-test: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m replicas $(ARGS)
 	PYTHONPATH=tests $(BIN)/python -m replicas.nodes
 	PYTHONPATH=tests $(BIN)/python -m replicas.routing
+	PYTHONPATH=tests $(BIN)/python -m replicas.prompts
 
 # A cluster of Ray on this machine, in an environment of its own over ours: lost nodes and actors, an update; five minutes.
 ray-test: $(VENV)/.dev .venv-ray/.complete

@@ -1,6 +1,7 @@
-"""The store of KV blocks that outlive the process, as the scheduler uses it.
+"""Where KV blocks come from that this process has not computed, as the scheduler uses it: a store, or other engines.
 
-Two implementations: files (`execution.prefix_files`), and a fake in tests. Must not know: torch, requests.
+Stores are files (`execution.prefix_files`), other engines are reached by `execution.kv_transfer`; tests have fakes of
+both. Must not know: torch, requests.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+Payload = bytes | bytearray  # of a block
+MOST_FETCHED = 8192  # blocks that one fetch brings at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +63,7 @@ class BlockStore(Protocol):
         """Begin to read, in this order."""
         ...
 
-    def take(self) -> list[tuple[bytes, bytes | None]]:
+    def take(self) -> Sequence[tuple[bytes, Payload | None]]:
         """The contents that were read since the last call; None for one that could not be read."""
         ...
 
@@ -71,6 +75,71 @@ class BlockStore(Protocol):
         """Until something has been read, at most so long."""
         ...
 
-    def place(self, payload: bytes, block: int) -> None:
+    def place(self, payload: Payload, block: int) -> None:
         """Copy what was read into a block of the pool."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferCounts:
+    """Blocks that are leased to other engines now, and the events since the start."""
+
+    leased: int = 0  # asked for by others, and not sent yet
+    sent: int = 0
+    received: int = 0
+    missed: int = 0  # asked for, and not received while the request waited
+    refused: int = 0  # received with a digest that is not theirs
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+class BlockPeers(Protocol):
+    """Lends the pool's blocks to other engines, and fetches theirs. No method waits but `wait`."""
+
+    @property
+    def counts(self) -> TransferCounts: ...
+    @property
+    def seconds_per_block(self) -> float:
+        """Of receiving one while it flows; 0: unknown."""
+        ...
+
+    def offer(self, key: bytes, block: int) -> None:
+        """This block of the pool has this content until `lose`: others may have it."""
+        ...
+
+    def lose(self, key: bytes) -> None:
+        """The pool is about to write over this content. What others wait for is copied, as far as there is room."""
+        ...
+
+    def clear(self) -> None:
+        """Nothing that was offered so far may be lent any more."""
+        ...
+
+    def fetch(self, name: str, peer: str, keys: Sequence[bytes], *, is_computed: bool) -> None:
+        """Begin to fetch these contents from the engine at `peer`, in this order, under a name of the caller's.
+
+        At most MOST_FETCHED of them; after `cancel` the name is free again.
+
+        `is_computed`: the peer is computing them, so one that is not there will come.
+        """
+        ...
+
+    def take(self) -> Sequence[tuple[bytes, Payload | None]]:
+        """The contents that have come since the last call; None for one that will not come."""
+        ...
+
+    def cancel(self, name: str) -> None:
+        """Nothing of this fetch is wanted any more."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Until something has come, at most so long."""
+        ...
+
+    def place(self, payload: Payload, block: int) -> None:
+        """Copy what has come into a block of the pool."""
+        ...
+
+    def name_model(self, digest: str) -> None:
+        """The model's name on all machines; until it is known nothing is lent, and nothing fetched."""
         ...

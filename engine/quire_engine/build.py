@@ -16,7 +16,6 @@ from typing import Protocol, cast
 import torch
 
 from quire_engine.config import (
-    SPECULATIONS,
     CpuVariant,
     DType,
     EngineConfig,
@@ -32,6 +31,7 @@ from quire_engine.execution.adapters import AdapterCache, adapter_bytes, make_ad
 from quire_engine.execution.block_files import HEADER_BYTES
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.device import compute_dtype, resolve_device, torch_threads
+from quire_engine.execution.drafting.choice import own_speculation
 from quire_engine.execution.drafting.eagle import EagleDrafter, Watched
 from quire_engine.execution.drafting.eagle_head import EagleConfig, EagleHead, read_eagle_config
 from quire_engine.execution.drafting.model import ModelDrafter, check_same_tokens
@@ -48,6 +48,7 @@ from quire_engine.execution.executor import (
 )
 from quire_engine.execution.kernel_checks import checked, model_sizes
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
+from quire_engine.execution.kv_transfer import KVTransfer, open_transfer
 from quire_engine.execution.loading import Loading
 from quire_engine.execution.memory import PoolMemory, pool_memory
 from quire_engine.execution.models.checkpoint import fingerprint
@@ -62,7 +63,14 @@ from quire_engine.execution.runner import Runner
 from quire_engine.kv_groups import KVLayout, kv_groups, kv_layout, most_blocks, one_group
 from quire_engine.limits import SchedulerConfig
 from quire_engine.machine import available_memory, usable_cores
-from quire_engine.memory_plan import PoolSize, check_model_len, host_blocks, kept_blocks, plan_text, size_pool
+from quire_engine.memory_plan import (
+    PoolSize,
+    check_model_len,
+    host_blocks,
+    kept_blocks,
+    plan_text,
+    size_pool,
+)
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculate, Speculation
 from quire_kernels.kernel_set import KernelSet, KVFormat
@@ -86,11 +94,14 @@ class BuiltEngine:
     grammars: Grammars
     adapters: AdapterCache | None = None
     store: PrefixFiles | None = None  # of prefixes
+    peers: KVTransfer | None = None
 
     def close(self) -> None:
-        """Let others have the folder of its files."""
+        """Let others have the folder of its files, and the place where it listens."""
         if self.store is not None:
             self.store.close()
+        if self.peers is not None:
+            self.peers.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,10 +147,14 @@ class Resolved:
             replaced_ops=self.replaced_ops,
         )
 
-    def kv_layout(self) -> bytes:
-        """A key for stored blocks: everything except tokens that a block's bytes are known to depend on."""
+    def kv_layout(self, checkpoint: str = "") -> bytes:
+        """A key for stored blocks: everything except tokens that a block's bytes are known to depend on.
+
+        `checkpoint`: the model's name on all machines, instead of the one of its files here.
+        """
         geometry = (self.model.num_layers, self.model.kv_heads, self.asked.limits.block_size, self.bytes_per_block)
-        return repr((*geometry, *self.numerics)).encode()
+        own, *others = self.numerics
+        return repr((*geometry, checkpoint or own, *others)).encode()
 
     def wanted(self) -> Wanted:
         """The description of the model to load."""
@@ -232,6 +247,7 @@ class Resolved:
             why_dtype=self.why_dtype,
             kept_blocks=self.num_kept_blocks,
             kept_in=asked.kv_offload_dir if self.num_kept_blocks else "",
+            role=asked.role,
             speculation=self.speculation,
             draft_model=draft_model(asked.speculation) or eagle_head(asked.speculation),
             draft_bytes=self.draft_weights + self.draft_blocks(pool) * self.draft_block_bytes,
@@ -309,10 +325,12 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     if resolved.eagle is not None and isinstance(drafter, EagleDrafter) and isinstance(decoder, Decoder):
         decoder = Watched(decoder, resolved.eagle.entering, drafter)
     adapters = make_adapters(resolved.asked, resolved.model, resolved.kernels)
-    executor, swap_seconds, host_keys, store = _make_executor(resolved, decoder, pool, grammars, adapters)
+    executor, swap_seconds, host_keys, store, peers = _make_executor(resolved, decoder, pool, grammars, adapters)
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started, swap_seconds=swap_seconds)
+    if peers is not None:
+        plan = replace(plan, kv_address=peers.address)
     speculate = None if drafter is None else _speculate(resolved, plan.scheduler, drafter, executor)
-    scheduler = Scheduler(plan.scheduler, host_keys=host_keys, store=store, speculate=speculate)
+    scheduler = Scheduler(plan.scheduler, host_keys=host_keys, store=store, peers=peers, speculate=speculate)
     return BuiltEngine(
         plan=plan,
         executor=executor,
@@ -320,13 +338,16 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
         grammars=grammars,
         adapters=adapters,
         store=store,
+        peers=peers,
     )
 
 
 def _make_executor(
     resolved: Resolved, decoder: ServedModel, pool: PoolSize, grammars: Grammars, adapters: AdapterCache | None
-) -> tuple[Executor, float, tuple[bytes, ...], PrefixFiles | None]:
-    """The executor, the time of a block's copy to the host or from it, what host blocks hold from before, and files."""
+) -> tuple[Executor, float, tuple[bytes, ...], PrefixFiles | None, KVTransfer | None]:
+    """The executor, the time of a block's copy to the host or from it, what host blocks hold from before, files, and
+    the transfer of blocks.
+    """
     kernels, device, limits = resolved.kernels, resolved.device, resolved.asked.limits
     num_blocks = pool.num_blocks + spare_blocks(kernels, device) + resolved.num_staging_blocks
     size, layout = limits.block_size, resolved.layout
@@ -355,7 +376,9 @@ def _make_executor(
     elif resolved.asked.kv_offload_dir:
         host_keys = executor.keep_host_blocks(directory, resolved.kv_layout())
     executor.capture_largest()
-    return executor, swap_seconds, host_keys, store
+    transfer = resolved.asked.kv_transfer
+    peers = None if transfer is None else open_transfer(transfer, kv.tensor, resolved.kv_layout)
+    return executor, swap_seconds, host_keys, store, peers
 
 
 def _make_drafter(resolved: Resolved, pool: PoolSize, tell: Tell, decoder: ServedModel) -> Drafter | None:
@@ -411,7 +434,7 @@ def resolve(
     parameters = found.parameters(Path(config.model))
     num_threads = config.num_threads or usable_cores()
     kernels = found.over(_select_kernels(config, found, device, dtype, num_threads, tell, beside))
-    config, speculation = _own_speculation(config, device, has_states=found.state_bytes > 0)
+    config, speculation = own_speculation(config, device, has_states=found.state_bytes > 0)
     check_planning_ahead(config.async_scheduling, kernels, device)
     replaced_ops: tuple[str, ...] = ()
     if check_kernels and device.type == "cuda" and kernels.name != REFERENCE.name and isinstance(model, ModelConfig):
@@ -666,28 +689,3 @@ def _checked_kernels(
         alone=config.deterministic,
     )
     return checked(subject, model_sizes(model, config.limits.block_size))
-
-
-def _own_speculation(config: EngineConfig, device: torch.device, *, has_states: bool) -> tuple[EngineConfig, str]:
-    """The configuration without `auto`, and a line for the plan.
-
-    Raises ConfigError if speculation is asked for where a guess that turns out wrong could not be passed over.
-    """
-    asked = config.speculation
-    if asked not in SPECULATIONS and not draft_model(asked) and not eagle_head(asked):
-        words = ", ".join(SPECULATIONS)
-        raise ConfigError(f"speculation={asked} is unknown; set speculation to {words}, model:DIR or eagle:DIR")
-    reason = ""
-    if has_states:
-        reason = "this model keeps a recurrent state, which a wrong guess would change"
-    elif device.type != "cpu" and draft_model(asked):
-        reason = "a draft model is computed on a CPU only, and suffix and outputs guess without one"
-    elif device.type != "cpu" and eagle_head(asked):
-        reason = "EAGLE-3 heads are computed on a CPU only, and suffix and outputs guess without one"
-    elif device.type != "cpu" and asked == "auto":
-        reason = "on a GPU guesses are for who asks for them, as suffix or outputs"
-    if asked == "auto":
-        return replace(config, speculation="off" if reason else "suffix"), f"off: {reason}" if reason else "suffix"
-    if reason and asked != "off":
-        raise ConfigError(f"speculation={asked}: {reason}; set speculation to off")
-    return config, asked if asked in {"suffix", "outputs"} else ""

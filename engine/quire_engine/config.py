@@ -22,6 +22,9 @@ AttentionChoice = Literal["auto", "triton", "flash-attn"]
 Quantization = Literal["int8", "int4"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
 AsyncScheduling = Literal["auto", "on", "off"]
+# What a front sends to a node: prompts alone, whose blocks another node fetches; requests whose long prompts such a
+# node computes; or anything.
+Role = Literal["prefill", "decode", "both"]
 # How next tokens are guessed: auto is suffix where that can be; or by a model, `model:` and its directory, or by an
 # EAGLE-3 head, `eagle:` and its directory.
 SPECULATIONS = ("off", "auto", "suffix", "outputs")
@@ -108,6 +111,18 @@ def faults_of_start(faults: tuple[Fault, ...], start: int) -> tuple[Fault, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferConfig:
+    """Where an engine lends its KV blocks to others, and the files of the secrets of these links."""
+
+    listen: str  # HOST:PORT
+    reached_at: str = ""  # HOST:PORT by which others reach that; empty: the same
+    key_file: str = ""  # of the cluster's key; empty: none
+    cert: str = ""  # empty: no TLS
+    key: str = ""
+    ca: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The operator's settings; `None` and "auto" are resolved by `build` into an `EnginePlan`."""
 
@@ -146,6 +161,8 @@ class EngineConfig:
     check_invariants: bool = False  # after every step, not only when idle
     tells_prefixes: bool = False  # a router asks which prompt blocks are cached
     tells_blocks: bool = False  # events of the cache are published, with tokens
+    kv_transfer: KVTransferConfig | None = None  # pass KV blocks on to other engines, and fetch theirs; None: neither
+    role: Role = "both"  # what a front sends here
     faults: tuple[Fault, ...] = ()  # to be injected, for tests
 
 
@@ -176,7 +193,14 @@ def engine_config(plain: Mapping[str, Any]) -> EngineConfig:
     faults = tuple(Fault(**fault) for fault in plain.get("faults", ()))
     ignored = tuple(plain.get("ignore_config_keys", ()))
     limits = SchedulerLimits(**plain["limits"])
-    return EngineConfig(**{**plain, "ignore_config_keys": ignored, "limits": limits, "faults": faults})
+    transfer = plain.get("kv_transfer")
+    made = {
+        "ignore_config_keys": ignored,
+        "limits": limits,
+        "faults": faults,
+        "kv_transfer": None if transfer is None else KVTransferConfig(**transfer),
+    }
+    return EngineConfig(**{**plain, **made})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +238,8 @@ class EnginePlan:
     draft_bytes: int = 0  # its weights and its pool
     kept_blocks: int = 0  # prefix blocks in files at most, beside a pool in host memory
     kept_in: str = ""  # their directory
+    kv_address: str = ""  # HOST:PORT where other engines fetch KV blocks; empty: nowhere
+    role: Role = "both"
     adapters: int = 0  # that may be in memory at once; 0: they are not enabled
     max_lora_rank: int = 0
     adapter_bytes: int = 0  # of all adapters in memory, at most
@@ -244,7 +270,13 @@ def for_later_engines(config: EngineConfig, plan: EnginePlan) -> EngineConfig:
     """The configuration for engine processes after the one that made `plan`.
 
     They keep the pool and the length that requests were checked against, however much memory is free by then. They keep
-    the instruction set too: another one rounds differently, and resumed requests would continue with other tokens.
+    the instruction set too: another one rounds differently, and resumed requests would continue with other tokens. And
+    they listen where the first one did.
     """
     kv_memory, max_model_len = plan.kv_bytes or None, plan.scheduler.max_model_len
-    return replace(config, kv_memory=kv_memory, max_model_len=max_model_len, cpu_variant=plan.cpu_variant)
+    transfer = config.kv_transfer
+    if transfer is not None and plan.kv_address and not transfer.reached_at:
+        transfer = replace(transfer, listen=plan.kv_address)  # others know it
+    return replace(
+        config, kv_memory=kv_memory, max_model_len=max_model_len, cpu_variant=plan.cpu_variant, kv_transfer=transfer
+    )

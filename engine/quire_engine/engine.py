@@ -21,6 +21,7 @@ from quire_engine.types import (
     DEADLINE_PASSED,
     FORGET_ADAPTER,
     LOAD_ADAPTER,
+    NAME_MODEL,
     RESET_PREFIX_CACHE,
     Adapter,
     AdaptersInUse,
@@ -239,6 +240,9 @@ class Engine:
         """Carry out an operator's order; returns a plain value that describes the effect. Raises Unanswerable."""
         if what in {LOAD_ADAPTER, FORGET_ADAPTER}:
             return self._control_adapters(what, arguments)
+        if what == NAME_MODEL:
+            self._kept.name_model(str(arguments["digest"]))
+            return {}
         if what != RESET_PREFIX_CACHE or arguments:
             raise Unanswerable(f"there is no such order; there is {RESET_PREFIX_CACHE}, without arguments")
         dropped = self._scheduler.reset_prefix_cache()

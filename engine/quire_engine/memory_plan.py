@@ -93,20 +93,16 @@ def kept_blocks(
 ) -> int:
     """Blocks that `kv_offload_dir` keeps of a pool in host memory at most; 0 where it keeps the swap space, or none.
 
-    `state_bytes`: of what a sequence has outside of its blocks; `windows`: of the groups of layers. Raises ConfigError.
+    `state_bytes`: of what a sequence has outside of its blocks; `windows`: of the groups of layers. Raises ConfigError,
+    also where `kv_transfer` cannot be.
     """
+    _check_transfer(config, device, state_bytes, windows)
     directory, size = config.kv_offload_dir, config.kv_offload_size
     if not directory or config.swap_space:
         return 0
     if device != "cpu":
         raise ConfigError(f"kv_offload_dir={directory} keeps the swap space; set swap_space to a size too")
-    why_not = ""
-    if state_bytes:
-        why_not = "the model keeps a recurrent state, which no block has"
-    elif not config.limits.enable_prefix_caching:
-        why_not = "what it keeps are cached prefixes, and prefix caching is off for this model or by its setting"
-    elif windows != (None,):
-        why_not = "some layers of this model have a sliding window, and let go of the blocks behind it"
+    why_not = _why_no_blocks(config, state_bytes, windows)
     if why_not:
         raise ConfigError(f"kv_offload_dir={directory} is not possible: {why_not}; leave it out")
     if size < bytes_per_file:
@@ -115,6 +111,30 @@ def kept_blocks(
             f" set kv_offload_size to {bytes_per_file} or more"
         )
     return size // bytes_per_file
+
+
+def _check_transfer(config: EngineConfig, device: str, state_bytes: int, windows: tuple[int | None, ...]) -> None:
+    """Refuse `kv_transfer` where blocks cannot be passed on; the others as for `kept_blocks`. Raises ConfigError."""
+    if config.kv_transfer is None:
+        return
+    why_not = _why_no_blocks(config, state_bytes, windows)
+    if device != "cpu":
+        why_not = "KV blocks are passed on from a CPU's pool only"
+    elif config.swap_space:
+        why_not = "swap_space is set too, and blocks in it cannot be passed on"
+    if why_not:
+        raise ConfigError(f"kv_listen={config.kv_transfer.listen} is not possible: {why_not}; leave it out")
+
+
+def _why_no_blocks(config: EngineConfig, state_bytes: int, windows: tuple[int | None, ...]) -> str:
+    """Why a block is of no use to others than those who hold it; empty: it is."""
+    if state_bytes:
+        return "the model keeps a recurrent state, which no block has"
+    if not config.limits.enable_prefix_caching:
+        return "what it keeps are cached prefixes, and prefix caching is off for this model or by its setting"
+    if windows != (None,):
+        return "some layers of this model have a sliding window, and let go of the blocks behind it"
+    return ""
 
 
 def check_model_len(max_model_len: int | None, positions: int) -> None:

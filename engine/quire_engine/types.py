@@ -21,6 +21,10 @@ PREEMPTION_CAUSES: tuple[PreemptionCause, ...] = get_args(PreemptionCause)
 # were looked at in this step; nothing was found; it would not pay; or there was no free block.
 NoDraftCause = Literal["batch", "request", "turn", "nothing", "cost", "blocks"]
 NO_DRAFT_CAUSES: tuple[NoDraftCause, ...] = get_args(NoDraftCause)
+# What happens to KV blocks between engines. Missed: a peer did not send them while their request waited; refused: they
+# were damaged on their way.
+TransferEvent = Literal["sent", "received", "missed", "refused"]
+TRANSFER_EVENTS: tuple[TransferEvent, ...] = get_args(TransferEvent)
 # The beginnings of errors that a request's own rules cause, such as a grammar that allows no token.
 NO_CANDIDATE = "no token is left to choose from"
 OF_THE_REQUEST = (NO_CANDIDATE, "the grammar ")
@@ -35,6 +39,7 @@ DEADLINE_PASSED = "the request was not finished by its deadline"
 RESET_PREFIX_CACHE = "reset_prefix_cache"
 LOAD_ADAPTER = "load_adapter"
 FORGET_ADAPTER = "forget_adapter"
+NAME_MODEL = "name_model"  # of the model's files on all machines, which engines that pass KV blocks on must share
 Pooling = Literal["", "last", "mean"]  # the prompt tokens that make up its vector; empty: no vector
 
 
@@ -140,6 +145,15 @@ class AdaptersInUse(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVSource:
+    """Another engine that has KV blocks of a request's prompt, or is about to compute them."""
+
+    address: str  # HOST:PORT where it lends them
+    is_computing: bool = False  # blocks that are not there yet will come
+    own_seconds: float = 0.0  # predicted until the first token if all of the prompt is computed here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One prompt and n choices of continuation; with `beam` the n best hypotheses of a beam search."""
 
@@ -166,6 +180,7 @@ class GenerationRequest:
     speculates: bool = True  # guessed tokens may be computed for it, where the engine does that
     prediction: tuple[int, ...] = ()  # the client's own guess of the answer, for such guesses
     adapter: Adapter | None = None  # None: the model's own weights alone
+    kv_source: KVSource | None = None  # fetch blocks of its prompt there, as long as that is no slower
 
     def bound_to(self, adapter: Adapter | None) -> GenerationRequest:
         """The request with this adapter, whose blocks no request with another adapter, or without one, can share."""
@@ -282,6 +297,10 @@ class EngineStats:
     total_kept_read: int = 0
     total_kept_dropped: int = 0  # not written: too many waited, the pool took their place, all others are newer
     total_kept_refused: int = 0  # damaged or foreign files
+    leased_blocks: int = 0  # that other engines have asked for and that are not sent yet
+    total_transfers: dict[TransferEvent, int] = field(default_factory=dict)  # KV blocks between engines
+    total_transfer_bytes: dict[Literal["sent", "received"], int] = field(default_factory=dict)
+    total_transfer_wait_seconds: float = 0.0  # that requests have waited for blocks of other engines
     total_preemptions_by_mode: dict[Literal["recompute", "swap"], int] = field(default_factory=dict)
     total_recomputed_tokens: int = 0  # computed once more, since a preemption had lost their KV blocks
     total_preemptions_by_cause: dict[PreemptionCause, int] = field(default_factory=dict)

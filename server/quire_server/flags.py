@@ -36,11 +36,12 @@ from quire_server.settings.vllm import (
 _FIELDS = Settings.model_fields
 _SIZES = (("GiB", 2**30), ("MiB", 2**20))  # in which a size is shown where it is a whole number of them
 SERVE, ENGINE = "quire serve", "quire engine"
-_OF_ENGINES = {field.name for field in fields(EngineConfig)} | {*LIMIT_NAMES}
+_OF_ENGINES = {field.name for field in fields(EngineConfig)} - {"role"} | {*LIMIT_NAMES}
 _OF_FRONTS_TOO = {"model", "tokenizer", "generation_config", "ignore_config_keys", "model_impl", "enable_lora"}
 _OF_LINKS = {"cluster_key_file", "engine_tls_cert", "engine_tls_key", "engine_tls_ca"}
+_OF_NODES_ALONE = {"listen", "kv_listen", "kv_address", "role"}
 _OF_NODES = {
-    *(_OF_ENGINES - {"replicas"} | _OF_LINKS | {"listen", "revision", "download_dir", "replica_silence"}),
+    *(_OF_ENGINES - {"replicas"} | _OF_LINKS | _OF_NODES_ALONE | {"revision", "download_dir", "replica_silence"}),
     *("drain_timeout", "max_engine_restarts", "spare_engine", "engine_hang_timeout", "log_level", "log_format"),
     *("enable_fault_injection", "dry_run", "config", "kv_events_config"),
 }
@@ -141,12 +142,17 @@ def _check_program(prog: str, given: Collection[str], settings: Settings) -> Non
     else:
         useless, why = flags & {*_OF_LINKS}, "is of links to nodes, which --engines names"
     if prog != ENGINE:
-        useless |= flags & {"listen"}
+        useless |= flags & _OF_NODES_ALONE
     if useless:
         raise SettingsError(*(f"{flag_name(name)} {_USELESS.get(name, why)}" for name in sorted(useless)))
 
 
-_USELESS = {"listen": "is of `quire engine`; this server listens on --host and --port"}
+_USELESS = {
+    "listen": "is of `quire engine`; this server listens on --host and --port",
+    "kv_listen": "is of `quire engine`",
+    "kv_address": "is of `quire engine`",
+    "role": "is of `quire engine`",
+}
 
 
 def _secret_warnings(flags: Mapping[str, object], settings: Settings) -> Iterator[str]:

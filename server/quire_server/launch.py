@@ -18,6 +18,7 @@ from typing import Protocol, cast
 
 from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, CrashLoop, QuireError
+from quire_engine.link_security import LinkSecurity, link_security
 from quire_engine.machine import core_shares
 from quire_engine.memory_plan import plan_text
 from quire_engine.quality_store import quality_text
@@ -30,7 +31,6 @@ from quire_server.engine.local_replicas import LocalReplicas, divided_config
 from quire_server.engine.nodes.addresses import is_numeric, parse_sources
 from quire_server.engine.nodes.model_digest import tokenizer_digest
 from quire_server.engine.nodes.node_set import NodeSet
-from quire_server.engine.nodes.security import LinkSecurity, link_security
 from quire_server.engine.replica_routing import Router
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import Supervisor

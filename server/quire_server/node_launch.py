@@ -15,6 +15,7 @@ from typing import Any
 
 from quire_engine.config import EngineConfig, EnginePlan
 from quire_engine.errors import ConfigError
+from quire_engine.link_security import is_loopback
 from quire_engine.memory_plan import plan_text
 from quire_engine.quality_store import quality_text
 from quire_server.checkpoint.locate import localized
@@ -23,7 +24,6 @@ from quire_server.engine.local_replicas import ALIVE_SECONDS
 from quire_server.engine.nodes.addresses import is_numeric, parse_address
 from quire_server.engine.nodes.model_digest import model_digest, numerics_name, tokenizer_digest
 from quire_server.engine.nodes.node import Node
-from quire_server.engine.nodes.security import is_loopback
 from quire_server.engine.supervisor import Supervisor
 from quire_server.flags import ENGINE, CommandLine
 from quire_server.http.event_loop import loop_factory
@@ -40,6 +40,8 @@ from quire_server.launch import (
 from quire_server.logs import Output
 from quire_server.settings import Settings
 
+CHUNK_FOR_OTHERS = 64  # tokens of a prompt
+
 log = logging.getLogger("quire")
 
 
@@ -53,6 +55,9 @@ def _run(settings: Settings, output: Output) -> int:
     address = parse_address(settings.listen or "", "--listen")
     if is_numeric(address.host):
         security_of(settings).check_reach(f"--listen {address}", [address.host])
+    for text, flag in ((settings.kv_listen, "--kv-listen"), (settings.kv_address, "--kv-address")):
+        if text is not None:
+            parse_address(text, flag)
     if settings.faults and not is_loopback(address.host):
         raise ConfigError("--enable-fault-injection lets fronts break the engine: set --listen 127.0.0.1:PORT")
     settings = localized(settings)
@@ -97,7 +102,13 @@ async def _first(*futures: asyncio.Future[Any], seconds: float | None = None) ->
 
 
 def node_config(settings: Settings) -> EngineConfig:
-    """The configuration of a node's engine: it tells which prompts it has cached, and that it lives."""
+    """The configuration of a node's engine: it tells which prompts it has cached, and that it lives.
+
+    One that computes prompts for others does so in small chunks, unless the settings say how: another engine fetches
+    the blocks of each while the next one is computed.
+    """
+    if settings.role == "prefill" and "prefill_chunk" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"prefill_chunk": CHUNK_FOR_OTHERS})
     return replace(settings.engine_config(), tells_prefixes=True, alive_seconds=ALIVE_SECONDS)
 
 

@@ -247,7 +247,7 @@ async def _prompts(settings: Settings, tokenizer: TextTokenizer, source: str | N
 def _tell_of_replicas(replicas: ReplicaSet, metrics: Metrics) -> None:
     replicas.on_restart = metrics.replica_restarted
     replicas.on_route, replicas.on_move = metrics.replicas.decided, metrics.replicas.moved
-    replicas.on_answered = metrics.replicas.answered
+    replicas.on_answered, replicas.sources.on_source = metrics.replicas.answered, metrics.replicas.sourced
     replicas.on_moved, metrics.replica_rows = metrics.replicas.move_seconds, replicas.rows
     metrics.replicas_wanted = replicas.wanted
     metrics.history.replicas = lambda: metrics.replicas.board(replicas.rows())

@@ -31,6 +31,7 @@ LONG_FUNCTIONS = {
     "quire_server.dialects.options.generation_options": "a list of fields",
     "quire_server.metrics.metric_catalog.__init__": "a list of metrics",
     "quire_server.metrics.metrics.__init__": "a list of metrics",
+    "quire_server.metrics.replica_metrics.__init__": "a list of metrics",
 }
 # Small modules that are chosen by their names: an instruction set, a kernel set, a command, a dialect's routes.
 CHOSEN_BY_NAME = (
@@ -40,6 +41,7 @@ CHOSEN_BY_NAME = (
 )
 REASONS = {
     "quire.progress": "the one place of the library that draws progress bars",
+    "quire_engine.execution.drafting.choice": "what settings allow, asked before any drafter is made",
     "quire_engine.execution.numerics": "the name that a plan, stored blocks and replicas agree on",
     "quire_engine.grammar_limits": "what the engine and the server must agree on, and nothing else",
     "quire_engine.process.faults": "a process without faults does not load it",

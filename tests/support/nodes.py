@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from quire_engine.config import EngineConfig, EnginePlan
+from quire_engine.link_security import LinkSecurity
 from quire_server.engine.nodes.addresses import Address, Source
 from quire_server.engine.nodes.node import Node
 from quire_server.engine.nodes.node_set import NodeSet
-from quire_server.engine.nodes.security import LinkSecurity
 from quire_server.engine.replica_routing import Router
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import EngineState, Supervisor

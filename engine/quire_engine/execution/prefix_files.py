@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from quire_engine.block_store import StoreCounts
+from quire_engine.block_store import Payload, StoreCounts
 from quire_engine.execution.block_files import BlockFiles
 from quire_engine.execution.kv_storage import block_rows, bytes_of
 
@@ -164,7 +164,7 @@ class PrefixFiles:
         with self._changed:
             self._changed.wait_for(lambda: self._arrived, seconds)
 
-    def place(self, payload: bytes, block: int) -> None:
+    def place(self, payload: Payload, block: int) -> None:
         """Copy a block that was read into the pool; call it between steps."""
         bytes_of(self._rows[block])[:] = payload
 

@@ -1,7 +1,7 @@
-"""Prefixes that outlive the process: which blocks are worth keeping, and which requests wait for kept ones.
+"""Prefixes that this process has not computed: which blocks are kept and lent, and which requests wait for others'.
 
-Promises: a request waits only while that is sooner than computing; a block that comes from the store is one that the
-request's own hashes name. Must not know: threads.
+They are in a store that outlives the process, or come from other engines. Promises: a request waits only while that is
+sooner than computing; a block that comes in is one that the request's own hashes name. Must not know: threads.
 """
 
 from __future__ import annotations
@@ -12,33 +12,39 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 
 from quire_engine.block_hashes import block_hash, prompt_hashes, root_hash
-from quire_engine.block_store import BlockStore, StoreCounts
+from quire_engine.block_store import MOST_FETCHED, BlockPeers, BlockStore, Payload, StoreCounts, TransferCounts
 from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.blocks import PrefixMatch
 from quire_engine.scheduling.kv_allocator import KVAllocator, adopt, holds, tell
 from quire_engine.scheduling.log.step_log import StepLog
 from quire_engine.scheduling.sequence import Sequence
-from quire_engine.scheduling.swapping import SwapCost
-from quire_engine.types import EngineStats, GenerationRequest
+from quire_engine.scheduling.swapping import SwapCost, Swapping, allocator_for
+from quire_engine.types import TRANSFER_EVENTS, EngineStats, GenerationRequest
 
 LEAST_TOKENS = 512  # of a prompt that is kept though no other request has begun with its blocks
 _PATIENCE = 5.0  # seconds without any block read, after which requests compute instead
 _TRUST = 0.95  # of the time that reading took, whenever computing was preferred to it
+# A request that fetches may be later by this share of the time that computing takes, and by these seconds.
+LATE_SHARE, LATE_SECONDS = 0.2, 0.05
 
 
-def keeping_allocator(config: SchedulerConfig, store: BlockStore) -> tuple[KVAllocator, None]:
-    """The allocator of a pool whose prefixes are kept; nothing is swapped there."""
-    return KeepingAllocator(config, store), None
+def allocator_with(
+    config: SchedulerConfig, host_keys: Collection[bytes], store: BlockStore | None, peers: BlockPeers | None
+) -> tuple[KVAllocator, Swapping | None]:
+    """The allocator, and who decides what is swapped: nothing is where prefixes are kept or lent."""
+    if store is None and peers is None:
+        return allocator_for(config, host_keys)
+    return KeepingAllocator(config, store, peers), None
 
 
 class KeepingAllocator(KVAllocator):
-    """A `KVAllocator` that offers blocks to a store: full blocks of prompts with applied results.
+    """A `KVAllocator` that offers full blocks with applied results to a store, and to other engines.
 
     Kept are the blocks of a prompt of `LEAST_TOKENS` or more, as soon as they are computed, and blocks that a further
-    request begins with, when it enters.
+    request begins with, when it enters. Lent is whatever can be matched.
     """
 
-    def __init__(self, config: SchedulerConfig, store: BlockStore) -> None:
+    def __init__(self, config: SchedulerConfig, store: BlockStore | None, peers: BlockPeers | None) -> None:
         limits = config.limits
         super().__init__(
             num_blocks=config.num_blocks,
@@ -47,7 +53,7 @@ class KeepingAllocator(KVAllocator):
             groups=config.kv_groups,
         )
         tell(self, config)
-        self._store = store
+        self._store, self._peers = store, peers
 
     def seat(self, sequence: Sequence, match: PrefixMatch) -> None:
         super().seat(sequence, match)
@@ -58,10 +64,14 @@ class KeepingAllocator(KVAllocator):
     def invalidate(self, sequences: Iterable[Sequence]) -> None:
         sequences = list(sequences)
         super().invalidate(sequences)
-        self._store.remove({key for sequence in sequences for key in sequence.kv.block_hashes})
+        if self._store is not None:
+            self._store.remove({key for sequence in sequences for key in sequence.kv.block_hashes})
 
     def forget_cached(self, kept: Collection[bytes] = ()) -> tuple[int, tuple[int, ...]]:
-        self._store.clear()
+        if self._store is not None:
+            self._store.clear()
+        if self._peers is not None:
+            self._peers.clear()
         return super().forget_cached(kept)
 
     def _commit_blocks(self, sequence: Sequence, full: int) -> None:
@@ -69,10 +79,15 @@ class KeepingAllocator(KVAllocator):
         super()._commit_blocks(sequence, full)
         if sequence.num_prompt_tokens >= LEAST_TOKENS:
             self._keep(sequence, first, min(full, sequence.num_prompt_tokens // self.block_size))
+        if self._peers is not None:
+            for key in sequence.kv.block_hashes[first:full]:
+                block = self._cache.block(key)
+                if block is not None:
+                    self._peers.offer(key, block)
 
     def _keep(self, sequence: Sequence, first: int, end: int) -> None:
         """Keep the prompt's blocks from `first` up to `end`, and count all before them as used."""
-        if first >= end:
+        if first >= end or self._store is None:
             return
         keys = sequence.kv.block_hashes[:end]
         self._store.use(keys)
@@ -84,73 +99,104 @@ class KeepingAllocator(KVAllocator):
     def _forget(self, block: int) -> bytes | None:
         content = super()._forget(block)
         if content is not None:
-            self._store.lose(content)
+            if self._store is not None:
+                self._store.lose(content)
+            if self._peers is not None:
+                self._peers.lose(content)
         return content
 
 
 class KeptPrefixes:
-    """Brings kept blocks into the pool for requests whose prompts begin with them, before they enter the queue.
+    """Brings kept blocks, and those of other engines, into the pool for requests whose prompts begin with them.
 
-    There they are cached prefixes like any other. Without a store no request waits.
+    That is before they enter the queue. There they are cached prefixes like any other. Without a store and without
+    peers no request waits.
     """
 
-    def __init__(self, kv: KVAllocator, log: StepLog | None, store: BlockStore | None) -> None:
-        self._kv, self._log, self._store = kv, log, store
+    def __init__(
+        self, kv: KVAllocator, log: StepLog | None, store: BlockStore | None, peers: BlockPeers | None = None
+    ) -> None:
+        self._kv, self._log, self._store, self._peers = kv, log, store, peers
         self._cost = SwapCost(0.0)
         self._waits: dict[str, Wait] = {}  # by request
-        # By key what is under way: the first request for it, and the depth in its prompt.
-        self._reading: dict[bytes, tuple[GenerationRequest, int]] = {}
-        self._trust = 1.0  # share of the measured time of reading
-        self._reported = StoreCounts()
+        self._coming: dict[bytes, Coming] = {}  # by key what is under way
+        self._trust = self._trust_in_peers = 1.0  # share of the measured time of reading
+        self._reported: tuple[StoreCounts, TransferCounts] = StoreCounts(), TransferCounts()
+        self._waited: tuple[str, str, float] = "", "", 0.0  # the latest request that has waited: id, for what, seconds
+        self._transfer_seconds = 0.0  # of all waits for other engines
 
     @property
     def is_reading(self) -> bool:
         return bool(self._waits)
 
     def is_ready(self, request: GenerationRequest, clock: Callable[[], float]) -> bool:
-        """Whether the request has nothing to wait for; what is kept of its prompt begins to be read."""
-        if self._store is None:
+        """Whether the request has nothing to wait for; what is kept of its prompt begins to be read, or fetched."""
+        if self._store is None and self._peers is None:
             return True
         wait, now = self._waits.get(request.request_id), clock()
         if wait is None:
-            wait = self._begin(request, self._store, now)
+            wait = self._begin(request, now)
             if wait is None:
                 return True
-        wait.keys &= self._reading.keys()
-        if wait.keys and now - wait.moved_at < _PATIENCE:
+        wait.keys &= self._coming.keys()
+        if wait.keys and not wait.is_over(now):
             return False
         self.withdraw(request.request_id)
+        seconds = now - wait.began
+        self._waited = request.request_id, "files" if wait.seconds is None else "transfer", seconds
+        if wait.seconds is not None:
+            self._transfer_seconds += seconds
         return True
+
+    def waited(self, request_id: str) -> tuple[str, float]:
+        """The reason why the request that has just become ready had waited, and the seconds; empty: it had not."""
+        name, reason, seconds = self._waited
+        return (reason, seconds) if name == request_id else ("", 0.0)
 
     def withdraw(self, request_id: str) -> None:
         """The request does not wait any more."""
-        if self._waits.pop(request_id, None) is not None and not self._waits and self._store is not None:
-            self._reading.clear()
-            self._store.cancel()
+        wait = self._waits.pop(request_id, None)
+        if wait is None:
+            return
+        if wait.fetches and self._peers is not None:
+            self._peers.cancel(request_id)
+            for key in wait.keys:
+                coming = self._coming.get(key)
+                if coming is not None and coming.is_fetched and coming.request.request_id == request_id:
+                    del self._coming[key]  # others that wait for it compute it
+        if not self._waits:
+            self._coming.clear()
+            if self._store is not None:
+                self._store.cancel()
 
     def take_in(self, now: float) -> None:
-        """Bring into the pool what has been read. Call it between steps, with none in flight."""
-        if self._store is None or not self._waits:
+        """Bring into the pool what has come. Call it between steps, with none in flight."""
+        if not self._waits:
             return
-        run: list[tuple[bytes, bytes]] = []  # blocks that follow each other in one prompt
+        for source in (self._store, self._peers):
+            if source is not None:
+                self._take_from(source, now)
+
+    def _take_from(self, source: BlockStore | BlockPeers, now: float) -> None:
+        run: list[tuple[bytes, Payload]] = []  # blocks that follow each other in one prompt
         owner, first = None, 0
-        for key, payload in self._store.take():
-            found = self._reading.pop(key, None)
+        for key, payload in source.take():
+            found = self._coming.pop(key, None)
             if found is None:
                 continue
             for wait in self._waits.values():
                 wait.moved_at = now
             if payload is None:
                 continue
-            request, depth = found
+            request, depth = found.request, found.depth
             if owner is not None and (request is not owner or depth != first + len(run)):
-                self._place(owner, first, run, self._store)
+                self._place(owner, first, run, source)
                 owner, run = None, []
             if owner is None:
                 owner, first = request, depth
             run.append((key, payload))
         if owner is not None:
-            self._place(owner, first, run, self._store)
+            self._place(owner, first, run, source)
 
     def adopt(self, request: GenerationRequest, first: int, keys: Values[bytes]) -> list[int | None]:
         """Give blocks of the pool to these contents, which begin at block `first` of the request's prompt.
@@ -169,84 +215,159 @@ class KeptPrefixes:
         ]
 
     def wait(self, seconds: float) -> None:
-        """Until a block has been read, at most so long."""
-        if self._store is not None:
-            self._store.wait(seconds)
+        """Until a block has come, at most so long."""
+        fetches = any(wait.fetches for wait in self._waits.values())
+        source = self._peers if fetches else self._store
+        if source is not None:
+            source.wait(seconds)
+
+    def name_model(self, digest: str) -> None:
+        """The model's name on all machines, without which no block is lent or fetched."""
+        if self._peers is not None:
+            self._peers.name_model(digest)
 
     def learn(self, *, prompt_tokens: int, num_decodes: int, seconds: float) -> None:
         """Learn from a step's size and its seconds what computing takes."""
         self._cost.learn(prompt_tokens=prompt_tokens, num_decodes=num_decodes, seconds=seconds)
 
     def has_news(self) -> bool:
-        """Whether the store's counts are others than the last statistics had."""
-        return self._store is not None and self._store.counts != self._reported
+        """Whether the counts are others than the last statistics had."""
+        return self._counts() != self._reported
 
     def add_to(self, stats: EngineStats) -> EngineStats:
-        """The statistics, completed by those of the store."""
-        if self._store is None:
+        """The statistics, completed by those of the store and of the transfers."""
+        if self._store is None and self._peers is None:
             return stats
-        counts = self._reported = self._store.counts
+        kept, passed = self._reported = self._counts()
         return replace(
             stats,
-            kept_blocks=counts.blocks,
-            total_kept_written=counts.written,
-            total_kept_read=counts.read,
-            total_kept_dropped=counts.dropped,
-            total_kept_refused=counts.refused,
+            kept_blocks=kept.blocks,
+            total_kept_written=kept.written,
+            total_kept_read=kept.read,
+            total_kept_dropped=kept.dropped,
+            total_kept_refused=kept.refused,
+            leased_blocks=passed.leased,
+            total_transfers={event: getattr(passed, event) for event in TRANSFER_EVENTS},
+            total_transfer_bytes={"sent": passed.sent_bytes, "received": passed.received_bytes},
+            total_transfer_wait_seconds=self._transfer_seconds,
         )
 
-    def _place(self, request: GenerationRequest, first: int, run: list[tuple[bytes, bytes]], store: BlockStore) -> None:
-        blocks = self.adopt(request, first, [key for key, _ in run])
-        for (_, payload), block in zip(run, blocks, strict=True):
-            if block is not None:
-                store.place(payload, block)
+    def _counts(self) -> tuple[StoreCounts, TransferCounts]:
+        kept = StoreCounts() if self._store is None else self._store.counts
+        return kept, TransferCounts() if self._peers is None else self._peers.counts
 
-    def _begin(self, request: GenerationRequest, store: BlockStore, now: float) -> Wait | None:
-        """Begin to read the kept part of a prompt; None where there is none, or computing is sooner."""
+    def _place(
+        self, request: GenerationRequest, first: int, run: list[tuple[bytes, Payload]], source: BlockStore | BlockPeers
+    ) -> None:
+        blocks = self.adopt(request, first, [key for key, _ in run])
+        for (key, payload), block in zip(run, blocks, strict=True):
+            if block is not None:
+                source.place(payload, block)
+                if self._peers is not None:
+                    self._peers.offer(key, block)
+
+    def _begin(self, request: GenerationRequest, now: float) -> Wait | None:
+        """Begin to bring in what others have of a prompt; None where there is nothing, or computing is sooner."""
         if request.sampling.num_prompt_logprobs is not None or request.pooling == "mean":
             return None  # every row is computed
-        wanted, pending = self._kept(request, store)
-        if not wanted and not pending:
-            return None
-        if wanted:
-            self._cost.measured(self._trust * store.seconds_per_block)
-            is_sooner = self._cost.prefers_restoring(
-                num_blocks=len(wanted), num_tokens=len(wanted) * self._kv.block_size
-            )
-            if not is_sooner:
+        wanted, pending, beyond = self._kept(request)
+        if wanted and self._store is not None:
+            if self._is_slower(len(wanted), self._trust * self._store.seconds_per_block):
                 self._trust *= _TRUST  # or one slow read would be the last
                 return None
             self._trust = 1.0
-            self._reading |= {key: (request, depth) for key, depth in wanted.items()}
-            store.read(wanted)
-        wait = self._waits[request.request_id] = Wait({*wanted, *pending}, now)
+            self._coming |= {key: Coming(request, depth) for key, depth in wanted.items()}
+            self._store.read(wanted)
+        fetched = self._fetch(request, beyond)
+        if not wanted and not pending and not fetched:
+            return None
+        seconds = sum(self._coming[key].seconds for key in (*pending, *fetched) if self._coming[key].is_fetched)
+        wait = self._waits[request.request_id] = Wait(
+            keys={*wanted, *pending, *fetched}, began=now, moved_at=now, fetches=bool(fetched)
+        )
+        if seconds:
+            wait.seconds, wait.num_keys = seconds, len(wait.keys)
         return wait
 
-    def _kept(self, request: GenerationRequest, store: BlockStore) -> tuple[dict[bytes, int], list[bytes]]:
-        """Of the prompt's first blocks, which are in the pool, kept or under way: those to read, and those under way.
+    def _fetch(self, request: GenerationRequest, beyond: dict[bytes, int]) -> list[bytes]:
+        """Begin to fetch these contents where the request says; returns those that come."""
+        source = request.kv_source
+        if source is None or self._peers is None or not beyond:
+            return []
+        # What is predicted for the whole prompt counts for the rest of it.
+        own_seconds = max(source.own_seconds, LATE_SECONDS)
+        a_block = self._trust_in_peers * self._peers.seconds_per_block
+        if a_block * len(beyond) > own_seconds or self._is_slower(len(beyond), a_block):
+            self._trust_in_peers *= _TRUST
+            return []
+        self._trust_in_peers = 1.0
+        seconds = own_seconds / len(beyond)
+        self._coming |= {key: Coming(request, depth, is_fetched=True, seconds=seconds) for key, depth in beyond.items()}
+        self._peers.fetch(request.request_id, source.address, list(beyond), is_computed=source.is_computing)
+        return list(beyond)
 
-        At least one token is left to compute, and no more are read than the pool has room for.
+    def _is_slower(self, num_blocks: int, seconds_per_block: float) -> bool:
+        """Whether bringing so many blocks in takes longer than computing their tokens."""
+        self._cost.measured(seconds_per_block)
+        return not self._cost.prefers_restoring(num_blocks=num_blocks, num_tokens=num_blocks * self._kv.block_size)
+
+    def _kept(self, request: GenerationRequest) -> tuple[dict[bytes, int], list[bytes], dict[bytes, int]]:
+        """The prompt's first blocks: those to read, those under way, and those that only another engine can have.
+
+        Each with its depth. At least one token is left to compute, and no more come in than the pool has room for.
         """
-        tokens, size, room = request.prompt_token_ids, self._kv.block_size, self._kv.num_available
+        tokens, size = request.prompt_token_ids, self._kv.block_size
+        room = min(self._kv.num_available, MOST_FETCHED)
         wanted: dict[bytes, int] = {}
+        beyond: dict[bytes, int] = {}
         pending: list[bytes] = []
+        fetches = request.kv_source is not None and self._peers is not None
         key = root_hash(request.cache_salt)
         for depth in range((len(tokens) - 1) // size):
             key = block_hash(key, tokens[depth * size : (depth + 1) * size])
-            if holds(self._kv, key):
+            if not beyond and holds(self._kv, key):
                 continue
-            if key in self._reading:
+            if not beyond and key in self._coming:
                 pending.append(key)
-            elif store.holds(key) and len(wanted) < room:
+            elif len(wanted) + len(beyond) == room:
+                break
+            elif not beyond and self._store is not None and self._store.holds(key):
                 wanted[key] = depth
+            elif fetches and key not in self._coming:
+                beyond[key] = depth
             else:
                 break
-        return wanted, pending
+        return wanted, pending, beyond
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """A content that is under way: the first request for it, and the depth in its prompt."""
+
+    request: GenerationRequest
+    depth: int
+    is_fetched: bool = False  # from another engine
+    seconds: float = 0.0  # that computing it is predicted to take
 
 
 @dataclass(slots=True)
 class Wait:
-    """A request that waits for blocks to be read."""
+    """A request that waits for blocks to come in."""
 
     keys: set[bytes]  # that were under way when it came
-    moved_at: float  # when the last block was read, or it came
+    began: float
+    moved_at: float  # when the last block came, or it came itself
+    fetches: bool = False  # of its own, from another engine
+    seconds: float | None = None  # that computing all of them is predicted to take; None: none is fetched
+    num_keys: int = 0  # when it came
+
+    def is_over(self, now: float) -> bool:
+        """Whether what has not come yet is to be computed.
+
+        Fetched blocks must come about as fast as they would be computed. So a request whose fetch fails at any time has
+        its first token at most `LATE_SHARE` and `LATE_SECONDS` later than by computing all of its prompt.
+        """
+        if self.seconds is None:
+            return now - self.moved_at >= _PATIENCE
+        come = 1.0 - len(self.keys) / self.num_keys
+        return now - self.began > self.seconds * (LATE_SHARE + come) + LATE_SECONDS

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from quire_engine.batch import Batch, ScheduledSequence, StepResult, num_accepted
-from quire_engine.block_store import BlockStore
+from quire_engine.block_store import BlockPeers, BlockStore
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.invariants import require
 from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.beam_forks import BeamForks
 from quire_engine.scheduling.gate import check_request
-from quire_engine.scheduling.kept_prefixes import KeptPrefixes, keeping_allocator
+from quire_engine.scheduling.kept_prefixes import KeptPrefixes, allocator_with
 from quire_engine.scheduling.log.inspection import Arguments, Inspection, engine_stats
 from quire_engine.scheduling.log.step_log import StepLog
 from quire_engine.scheduling.outputs import (
@@ -31,7 +31,6 @@ from quire_engine.scheduling.policies import Policies, policies_for
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.speculation import Speculate
-from quire_engine.scheduling.swapping import allocator_for
 from quire_engine.types import NON_FINITE, EngineStats, FinishReason, GenerationRequest, TokenOutput
 
 MAX_STARVED = 3  # preemptions of one request for lack of device memory, before it fails
@@ -51,18 +50,18 @@ class Scheduler:
         policies: Policies | None = None,
         host_keys: Collection[bytes] = (),
         store: BlockStore | None = None,
+        peers: BlockPeers | None = None,
         speculate: Speculate | None = None,
     ) -> None:
-        """`host_keys`: of the first host blocks, kept on disk. `store` keeps prefixes, `speculate` adds drafts."""
+        """`host_keys`: of the first host blocks, on disk; `store`, `peers`: of prefixes; `speculate` adds drafts."""
         config.check()
-        limits = config.limits
-        policies = policies or policies_for(limits)
+        limits, policies = config.limits, policies or policies_for(config.limits)
         self._config, self._itl = config, policies.itl
-        self._kv, self._swapping = keeping_allocator(config, store) if store else allocator_for(config, host_keys)
+        self._kv, self._swapping = allocator_with(config, host_keys, store, peers)
         self._roster = Roster(self._kv, policies.order)
         self._planner = Planner(limits, policies, self._kv, self._roster, self._swapping)
         self._log = StepLog(limits, self._roster) if limits.step_log else None
-        self.kept = KeptPrefixes(self._kv, self._log, store)
+        self.kept = KeptPrefixes(self._kv, self._log, store, peers)
         self._speculation = None if speculate is None else speculate(self._kv)
         self._beam_forks = BeamForks(self._kv, self._roster, self._log)
         self._inspection = Inspection(
@@ -103,7 +102,7 @@ class Scheduler:
         self._planner.accept(group)
         self._deadlines.add(request, self._roster.live)
         if self._log is not None:
-            self._log.added(group, now)
+            self._log.added(group, now, waited=self.kept.waited(request.request_id))
 
     def expire(self, now: float) -> list[TokenOutput]:
         """End the requests whose deadline has passed; their blocks are free at once."""

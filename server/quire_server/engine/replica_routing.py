@@ -14,7 +14,7 @@ from quire_engine.limits import SchedulerLimits
 from quire_engine.routing.fleet import TenantService, Wanted, WantedReplicas, request_seconds
 from quire_engine.routing.index import PrefixIndex
 from quire_engine.routing.policy import route_policy
-from quire_engine.routing.prediction import Slowness
+from quire_engine.routing.prediction import Slowness, predicted_ttft
 from quire_engine.routing.views import NoReplica, ReplicaState, ReplicaView, Route, RouteRequest
 from quire_engine.types import EngineStats, GenerationRequest, StepOutput, TokenOutput
 from quire_server.engine.recovery import JournalEntry
@@ -163,14 +163,14 @@ class Router:
         if step.prefixes is not None:
             self._index.apply(name, step.prefixes)  # frames of one socket have no gaps
 
-    def blocks_of(self, request: GenerationRequest, block_size: int) -> tuple[int, ...]:
-        """The names of its prompt's blocks, where the policy asks for them.
+    def blocks_of(self, request: GenerationRequest, block_size: int, *, lends: bool = False) -> tuple[int, ...]:
+        """The names of its prompt's blocks, where the policy asks for them, or replicas lend them to each other.
 
         At most 256 blocks are hashed, whatever the prompt's length: a quarter of a millisecond with blocks of 16
         tokens, two with 512. Small hashes hold the interpreter's lock, so that a thread would take no less from the
         event loop.
         """
-        if not self.reads_blocks or not _reads_cache(request):
+        if not (self.reads_blocks or lends) or not _reads_cache(request):
             return ()
         return routed_names(request.prompt_token_ids, request.cache_salt, block_size)
 
@@ -202,6 +202,19 @@ class Router:
             return self._policy.choose(asked, list(self._views.values()), self._index, now)
         except NoReplica:
             return None
+
+    def depths(self, blocks: tuple[int, ...]) -> dict[str, int]:
+        """The first blocks of a prompt that each replica has in a row, for those that have any."""
+        return self._index.depths(blocks)
+
+    def predicted(self, name: str, entry: JournalEntry, hit_blocks: int) -> float:
+        """Seconds to the first token at a replica of the latest choice, which has so many of the prompt's blocks."""
+        asked = RouteRequest(request_id="", prompt_tokens=num_known_tokens(entry))
+        return predicted_ttft(self._views[name], asked, hit_blocks)[0]
+
+    def prompt_sent(self, name: str, request_id: str, blocks: tuple[int, ...]) -> None:
+        """A replica is about to compute a prompt for another one."""
+        self._index.sent(name, request_id, blocks)
 
     def sent(self, request: GenerationRequest, route: Route, blocks: tuple[int, ...], now: float) -> GenerationRequest:
         """The request goes there; returns it with the service of other replicas."""

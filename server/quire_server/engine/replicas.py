@@ -18,7 +18,8 @@ from quire_engine.config import EnginePlan
 from quire_engine.process.transport import LoadProgress
 from quire_engine.routing.fleet import Wanted
 from quire_engine.routing.views import Route
-from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput, TokenOutput
+from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, KVSource, StepOutput, TokenOutput
+from quire_server.engine.prompt_sources import PromptSources
 from quire_server.engine.recovery import JournalEntry, Quarantine
 from quire_server.engine.replica_questions import EPOCH, ReplicaQuestions
 from quire_server.engine.replica_routing import Router, RouteTaken, Standing, num_known_tokens
@@ -52,6 +53,31 @@ class Replica:
     @property
     def is_draining(self) -> bool:
         return self.draining or self.engine.is_draining
+
+    @property
+    def plan(self) -> EnginePlan | None:
+        return self.engine.plan
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes new requests."""
+        return self.engine.state is EngineState.READY and not self.is_draining and not self.engine.is_proving
+
+    @property
+    def lends(self) -> bool:
+        """Whether other replicas can fetch KV blocks from it."""
+        return self.engine.plan is not None and bool(self.engine.plan.kv_address)
+
+    @property
+    def is_for_prompts(self) -> bool:
+        """Whether it computes prompts for others, and answers only where no other replica can."""
+        return self.engine.plan is not None and self.engine.plan.role == "prefill"
+
+    def adopt(self, entry: JournalEntry) -> None:
+        self.engine.adopt(entry)
+
+    def abort(self, request_id: str) -> None:
+        self.engine.abort(request_id)
 
     @property
     def numerics(self) -> str:
@@ -177,6 +203,7 @@ class ReplicaSet:
         self.quarantine = Quarantine()
         self.dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._router, self._clock = router, clock
+        self.sources = PromptSources(router)
         router.on_answered = lambda *answered: self.on_answered(*answered)  # noqa: PLW0108 - it is set later
         self._failover_seconds = failover_seconds
         self._replicas: dict[str, Replica] = {}
@@ -321,10 +348,12 @@ class ReplicaSet:
         stream.entry = stream.timer = None
         target = stream.replica = self._replicas[route.name]
         target.streams[stream.request.request_id] = stream
-        stream.unanswered = num_known_tokens(entry)
+        others = [each for each in self._replicas.values() if each is not target]
+        source = self.sources.choose(entry, route, stream.blocks or (), target, others)
+        stream.unanswered = _expected_tokens(entry, source, target.plan)
         target.tokens_ahead += stream.unanswered
         request = self._router.sent(stream.request, route, stream.blocks or (), self._clock())
-        entry.request = replace(request, request_id=stream.run_id) if stream.epoch else request
+        entry.request = replace(request, request_id=stream.run_id, kv_source=source)
         taken = RouteTaken(
             replica=route.name,
             reason="moved" if stream.epoch else "cached" if route.hit_blocks else "load",
@@ -340,7 +369,8 @@ class ReplicaSet:
     def _choose(self, stream: Stream, entry: JournalEntry) -> Route | None:
         standings = self._standings()
         if stream.blocks is None and standings:  # hashed once, however often it moves
-            stream.blocks = self._router.blocks_of(stream.request, standings[0].limits.block_size)
+            size, lends = standings[0].limits.block_size, any(each.lends for each in self._replicas.values())
+            stream.blocks = self._router.blocks_of(stream.request, size, lends=lends)
         cohort, blocks = stream.numerics if entry.has_tokens else "", stream.blocks or ()
         name = stream.request.request_id
         return self._router.choose(entry, name, cohort, standings, now=self._clock(), blocks=blocks)
@@ -350,6 +380,7 @@ class ReplicaSet:
         replicas = [each for each in self._replicas.values() if each.engine.plan is not None]
         ready = [each for each in replicas if each.engine.state is EngineState.READY and not each.is_draining]
         sound = [each for each in ready if not each.engine.is_proving] or ready
+        sound = [each for each in sound if not each.is_for_prompts] or sound
         return [
             Standing(
                 name=each.name,
@@ -374,6 +405,7 @@ class ReplicaSet:
             stream.replica.tokens_ahead -= stream.unanswered
             stream.unanswered, stream.replica = 0, None
             self._router.forget(stream.request.request_id)
+            self.sources.withdraw(stream.request.request_id)
 
     def _forget(self, stream: Stream) -> None:
         """The request has ended."""
@@ -416,12 +448,15 @@ class ReplicaSet:
         request_id = output.request_id.partition(EPOCH)[0]
         stream = self._streams.get(request_id)
         if stream is None or stream.replica is not source or stream.run_id != output.request_id:
+            if output.finish is not None:
+                self.sources.ends(output.request_id)
             return None
         if stream.unanswered:
             source.tokens_ahead -= stream.unanswered
             stream.unanswered = 0
             self._router.answered(request_id, self._clock())
             self._note_first(stream, self._clock())
+            self.sources.withdraw(request_id)
         stream.numerics, stream.num_silent = source.numerics, 0
         if stream.moved_at is not None:
             self.on_moved(self._clock() - stream.moved_at)
@@ -452,6 +487,7 @@ class ReplicaSet:
         stats = self._sums.away(source.name) if is_away else self._sums.lost(source.name)
         (self._router.is_away if is_away else self._router.joins)(source.name)
         is_dead = source.engine.state is EngineState.DEAD
+        self.sources.lost(source)
         self._move(source, source.engine.surrender(suspects=is_dead))
         self.on_step(StepOutput(step_id=0, outputs=(), stats=stats))
         if not is_dead:
@@ -548,6 +584,17 @@ class ReplicaSet:
             return stream.routes
         ended = self._ended.get(request_id)
         return () if ended is None else ended.routes
+
+
+def _expected_tokens(entry: JournalEntry, source: KVSource | None, plan: EnginePlan | None) -> int:
+    """Tokens before the next one that the request's own replica is expected to compute.
+
+    A block is left of a prompt that another replica computes.
+    """
+    known = num_known_tokens(entry)
+    if source is None or not source.is_computing or plan is None:
+        return known
+    return min(known, plan.scheduler.limits.block_size)
 
 
 def _age(stream: Stream) -> float:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from quire_engine.config import EnginePlan
 from quire_engine.drafts import MOST_DRAFTS
-from quire_engine.types import NO_DRAFT_CAUSES, PREEMPTION_CAUSES, WAIT_REASONS, EngineStats
+from quire_engine.types import NO_DRAFT_CAUSES, PREEMPTION_CAUSES, TRANSFER_EVENTS, WAIT_REASONS, EngineStats
 from quire_server.metrics.metric_values import Counter, Values
 from quire_server.metrics.prefill_cost import PrefillCost
 from quire_server.metrics.samples import Window
@@ -53,6 +53,7 @@ def token_bounds(largest: int) -> tuple[int, ...]:
 
 
 KEPT_EVENTS = ("written", "read", "dropped", "refused")
+DIRECTIONS: tuple[Literal["sent", "received"], ...] = ("sent", "received")
 
 
 class RequestMetrics:
@@ -281,7 +282,7 @@ class EngineMetrics:
             ("state",),
             children=[("used",), ("cached",), ("free",)],
         )
-        self.kept = KeptMetrics(values)
+        self.kept, self.transfers = KeptMetrics(values), TransferMetrics(values)
         self.query_tokens = values.counter(
             "quire_prefix_cache_query_tokens",
             "Prompt tokens looked up in the prefix cache.",
@@ -369,6 +370,9 @@ class EngineMetrics:
             _Total(self.swapped_bytes, "out"),
             _Total(self.swapped_bytes, "in"),
             *(_Total(self.kept.events, event) for event in KEPT_EVENTS),
+            *(_Total(self.transfers.events, event) for event in TRANSFER_EVENTS),
+            *(_Total(self.transfers.bytes, direction) for direction in DIRECTIONS),
+            _Total(self.transfers.wait_seconds),
             _Total(self.query_tokens),
             _Total(self.hit_tokens),
             _Total(self.evictions),
@@ -412,6 +416,7 @@ class EngineMetrics:
                 stats.total_swapped_out_blocks * self._bytes_per_block,
                 stats.total_swapped_in_blocks * self._bytes_per_block,
                 *(getattr(stats, f"total_kept_{event}") for event in KEPT_EVENTS),
+                *transfer_totals(stats),
                 stats.total_prefix_query_tokens,
                 stats.total_prefix_hit_tokens,
                 stats.total_kv_evictions,
@@ -489,6 +494,7 @@ class EngineMetrics:
         ):
             self.host_blocks.set(blocks, state)
         self.kept.show(stats, self._bytes_per_block)
+        self.transfers.leased.set(stats.leased_blocks)
         self._old_host_usage.set(stats.host_blocks_used / stats.host_blocks_total if stats.host_blocks_total else 0.0)
         looked_up = self.query_tokens.get()
         self._old_hit_rate.set(self.hit_tokens.get() / looked_up if looked_up else 0.0)
@@ -529,6 +535,39 @@ class KeptMetrics:
     def show(self, stats: EngineStats, bytes_per_block: int) -> None:
         self.blocks.set(stats.kept_blocks)
         self.bytes.set(stats.kept_blocks * bytes_per_block)
+
+
+def transfer_totals(stats: EngineStats) -> tuple[float, ...]:
+    """The totals of KV blocks that are passed on, in the order of their metrics."""
+    events = (stats.total_transfers.get(event, 0) for event in TRANSFER_EVENTS)
+    sizes = (stats.total_transfer_bytes.get(direction, 0) for direction in DIRECTIONS)
+    return (*events, *sizes, stats.total_transfer_wait_seconds)
+
+
+class TransferMetrics:
+    """KV blocks of prompts that nodes pass on to each other."""
+
+    def __init__(self, values: Values) -> None:
+        self.leased = values.gauge(
+            "quire_kv_transfer_leased_blocks",
+            "KV blocks that nodes have asked each other for and that are not sent yet.",
+        )
+        self.events = values.counter(
+            "quire_kv_transfer_blocks",
+            "KV blocks that a node has sent to another, that came (received), that did not come while their request"
+            " waited (missed), or that were damaged on their way (refused); the last two are computed.",
+            ("event",),
+            children=[(event,) for event in TRANSFER_EVENTS],
+        )
+        self.bytes = values.counter(
+            "quire_kv_transfer_bytes",
+            "Bytes of the blocks that were sent and received.",
+            ("direction",),
+            children=[(direction,) for direction in DIRECTIONS],
+        )
+        self.wait_seconds = values.counter(
+            "quire_kv_transfer_wait_seconds", "Time that requests have waited for blocks of other nodes, seconds."
+        )
 
 
 class _Total:

@@ -102,6 +102,12 @@ class ReplicaMetrics:
             " the request's own replica was lost or drained (moved).",
             ("why",),
         )
+        self._sources = values.counter(
+            "quire_kv_sources",
+            "Requests given to a replica that fetches KV blocks of their prompt: from one that computes it for them"
+            " (prefill), or that has it cached.",
+            ("kind",),
+        )
         self._moved = values.counter(
             "quire_streams_moved", "Requests that lost their replica, or were drained off it, and went on elsewhere."
         )
@@ -155,6 +161,10 @@ class ReplicaMetrics:
     def decided(self, why: str) -> None:
         """A request was given to a replica. `why` is of a fixed set."""
         self._decisions.inc(1, why)
+
+    def sourced(self, kind: str) -> None:
+        """A request's replica is to fetch blocks. `kind` is of a fixed set."""
+        self._sources.inc(1, kind)
 
     def show(self, rows: Iterable[Row], wanted: Wanted | None) -> None:
         """Set the gauges; called at each scrape. Replicas that are gone have none. `wanted`: None with one engine."""

@@ -15,7 +15,7 @@ from typing import Any, Self
 from pydantic import ValidationError, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from quire_engine.config import EngineConfig, Fault
+from quire_engine.config import EngineConfig, Fault, KVTransferConfig
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ConfigError
 from quire_engine.limits import LIMIT_NAMES, SchedulerLimits, first_claim
@@ -98,6 +98,8 @@ class Settings(ServerFields, EngineFields, BaseSettings):
                 f"--enable-fault-injection lets clients break the server, and --host {self.host} lets other machines"
                 " in; set --host 127.0.0.1"
             )
+        if self.role != "both" and self.kv_listen is None and self.listen is not None:
+            raise ValueError(f"--role {self.role} passes KV blocks on; set --kv-listen HOST:PORT too")
         _ = self.first_keys  # reads and checks the files
         return self
 
@@ -167,7 +169,11 @@ class Settings(ServerFields, EngineFields, BaseSettings):
 
     def engine_config(self) -> EngineConfig:
         """The settings that the engine has a field for; it resolves the rest against the model and the machine."""
-        given = {field.name: getattr(self, field.name) for field in fields(EngineConfig) if hasattr(self, field.name)}
+        given = {
+            field.name: getattr(self, field.name)
+            for field in fields(EngineConfig)
+            if hasattr(self, field.name) and field.name != "kv_transfer"
+        }
         words = {
             "model": str(self.model_path),
             "tokenizer": self.tokenizer or "",
@@ -175,7 +181,24 @@ class Settings(ServerFields, EngineFields, BaseSettings):
             "kv_offload_dir": "" if self.kv_offload_dir is None else str(self.kv_offload_dir),
             "packed_cache_dir": str(self.packed_cache_dir),
         }
-        return EngineConfig(**given | words)
+        return EngineConfig(**given | words, kv_transfer=self.kv_transfer)
+
+    @property
+    def kv_transfer(self) -> KVTransferConfig | None:
+        """Where the engine lends KV blocks, with the secrets of the cluster's links; None: it does not."""
+        if self.kv_listen is None:
+            return None
+        files = {
+            "key_file": self.cluster_key_file,
+            "cert": self.engine_tls_cert,
+            "key": self.engine_tls_key,
+            "ca": self.engine_tls_ca,
+        }
+        return KVTransferConfig(
+            listen=self.kv_listen,
+            reached_at=self.kv_address or "",
+            **{name: str(file) for name, file in files.items() if file is not None},
+        )
 
 
 def load_settings(flags: Mapping[str, object]) -> Settings:

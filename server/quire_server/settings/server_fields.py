@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
+from quire_engine.config import Role
 from quire_engine.routing.policy import RoutePolicyName
 from quire_server.settings.faults import FaultList
 from quire_server.settings.values import (
@@ -126,6 +127,17 @@ class ServerFields(BaseModel):
         (), "Nodes", "nodes that compute instead of this server: HOST:PORT, dns:NAME:PORT, or file:PATH with one a line"
     )
     listen: str | None = option(None, "Nodes", "of `quire engine`: HOST:PORT on which it serves fronts")
+    kv_listen: str | None = option(
+        None, "Nodes", "of `quire engine`: HOST:PORT on which other nodes fetch KV blocks of prompts, on a CPU"
+    )
+    kv_address: str | None = option(
+        None, "Nodes", "HOST:PORT at which other nodes reach --kv-listen; default: the same"
+    )
+    role: Role = option(
+        "both",
+        "Nodes",
+        "of `quire engine`: prefill computes long prompts for the other nodes, with --kv-listen",
+    )
     cluster_key_file: Path | None = option(
         None, "Nodes", "file with the key that fronts and nodes share; needed beyond this machine"
     )

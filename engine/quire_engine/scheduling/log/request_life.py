@@ -117,6 +117,11 @@ class RequestLife:
             current.steps += step - self._since_step
         return account
 
+    def note_transit(self, reason: str, seconds: float, now: float) -> None:
+        """So much of its way to the scheduler was for this reason."""
+        self.spent["transit", reason] = Spent(min(seconds, max(0.0, now - self.arrived_at)))
+        self._since += self.spent["transit", reason].seconds
+
     def wait(self, reason: str, step: int, now: float) -> None:
         """It does not run in this step, for this reason."""
         if reason == "kv" and self.reason != "kv" and len(self.kv_wait_steps) < MOST_NOTES:

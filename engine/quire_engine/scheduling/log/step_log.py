@@ -77,8 +77,8 @@ class StepLog:
                 found[request_id] = found.get(request_id, 0) + start + size
         return found
 
-    def added(self, group: Group, now: float) -> None:
-        """A request was accepted."""
+    def added(self, group: Group, now: float, *, waited: tuple[str, float] = ("", 0.0)) -> None:
+        """A request was accepted. `waited`: for blocks of its prompt before that, from where, and the seconds."""
         self.settle()
         self.now = now
         request = group.request
@@ -96,6 +96,8 @@ class StepLog:
         )
         for sequence in group.sequences:
             self._register(sequence, life)
+        if waited[1]:
+            life.note_transit(*waited, now)
         life.wait("", self._last_step + 1, now)
         self._finished.pop(request.request_id, None)
         self.live[request.request_id] = life

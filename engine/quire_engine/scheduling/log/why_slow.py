@@ -25,6 +25,10 @@ _WAITS = {
     "prefix": "waiting for a prefix of its prompt that another request was computing",
     "": "waiting for the end of the step that ran when it arrived",
 }
+_ON_THE_WAY = {
+    "transfer": "waiting for KV blocks of its prompt from another engine",
+    "files": "waiting for KV blocks of its prompt from --kv-offload-dir",
+}
 _PHASES: dict[Phase, str] = {
     "transit": "reaching the scheduler: the way to the engine process, the step that ran meanwhile, a grammar's"
     " compilation, or an engine process that ended before this one",
@@ -180,4 +184,6 @@ def _cause(phase: Phase, reason: str) -> str:
         return _WAITS.get(reason, f"waiting ({reason})")
     if phase == "preempted":
         return f"waiting after a preemption ({reason or 'blocks'})"
+    if phase == "transit" and reason:
+        return _ON_THE_WAY[reason]
     return _PHASES[phase]

@@ -10,11 +10,11 @@ import socket
 from typing import Any
 
 from quire_engine.errors import ConfigError, ProtocolError
+from quire_engine.handshake import CHALLENGE_BYTES, PROOF_BYTES, FrontHandshake, Refused, binding
+from quire_engine.link_security import LinkSecurity
 from quire_server.engine.nodes.addresses import Address, resolve
 from quire_server.engine.nodes.frames import FROM_FRONT, FROM_NODE, NodeState
-from quire_server.engine.nodes.handshake import CHALLENGE_BYTES, PROOF_BYTES, FrontHandshake, Refused, binding
 from quire_server.engine.nodes.link import Link
-from quire_server.engine.nodes.security import LinkSecurity
 
 
 async def connect(address: Address, security: LinkSecurity) -> Link:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from quire_engine.errors import ProtocolError
+from quire_engine.handshake import Refused
 from quire_engine.process.transport import Codec, FrameDecoder
-from quire_server.engine.nodes.handshake import Refused
 
 MOST_WAITING = 256 << 20  # bytes that wait for a peer to read them
 

@@ -8,6 +8,7 @@ requests with it; a node that drains hands its streams back to the fronts while 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import socket
@@ -16,14 +17,14 @@ from dataclasses import replace
 from importlib.metadata import version
 
 from quire_engine.config import EnginePlan
-from quire_engine.errors import ConfigError
+from quire_engine.errors import ConfigError, QuireError
+from quire_engine.handshake import ANSWER_BYTES, NodeHandshake, Refused, binding
+from quire_engine.link_security import LinkSecurity
 from quire_engine.routing.index import MOST_BLOCKS
-from quire_engine.types import EngineStats, StepOutput, TokenOutput
+from quire_engine.types import NAME_MODEL, EngineStats, StepOutput, TokenOutput
 from quire_server.engine.nodes.addresses import Address, resolve
 from quire_server.engine.nodes.frames import FROM_FRONT, FROM_NODE, NodeState
-from quire_server.engine.nodes.handshake import ANSWER_BYTES, NodeHandshake, Refused, binding
 from quire_server.engine.nodes.link import Link
-from quire_server.engine.nodes.security import LinkSecurity
 from quire_server.engine.nodes.sessions import STATS_SECONDS, PrefixLedger, Session, ahead_of
 from quire_server.engine.supervisor import EngineState, Supervisor
 
@@ -89,6 +90,7 @@ class Node:
         blocks = plan.scheduler.num_blocks
         host = plan.scheduler.num_host_blocks
         self._stats = EngineStats(blocks_total=blocks, blocks_free=blocks, host_blocks_total=host)
+        self._name_model()
         self._tell_state()
         for session in self._sessions:
             session.tell(stats=self._stats)
@@ -251,7 +253,20 @@ class Node:
             self._engine.surrender(suspects=True)
 
     def _ready(self) -> None:
+        self._name_model()
         self._tell_state()
+
+    def _name_model(self) -> None:
+        """Tell an engine that passes KV blocks on which model it has, by the name that holds on all machines."""
+        if self._plan is not None and self._plan.kv_address:
+            naming = asyncio.create_task(self._name(self._plan.checkpoint), name="node-model")
+            self._tasks = [*(each for each in self._tasks if not each.done()), naming]
+
+    async def _name(self, digest: str) -> None:
+        try:
+            await self._engine.control(NAME_MODEL, json.dumps({"digest": digest}))
+        except QuireError as error:  # the engine has ended; `_ready` comes with the next one
+            log.warning("KV blocks are not passed on: %s", error)
 
     def _deliver(self, step: StepOutput) -> None:
         """Pass a step's outputs to the fronts that they are for, and tell the others how busy the engine is."""

@@ -14,11 +14,11 @@ from dataclasses import replace
 
 from quire_engine.config import EnginePlan
 from quire_engine.errors import EngineDead
+from quire_engine.link_security import LinkSecurity
 from quire_engine.types import EngineStats
 from quire_server.engine.nodes.addresses import Source, members
 from quire_server.engine.nodes.frames import NodeState
 from quire_server.engine.nodes.remote_engine import RemoteEngine
-from quire_server.engine.nodes.security import LinkSecurity
 from quire_server.engine.replica_routing import Router
 from quire_server.engine.replicas import Replica, ReplicaSet
 from quire_server.engine.supervisor import EngineState

@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 
 from quire_engine.errors import ConfigError
+from quire_engine.link_security import link_security
 from quire_server.engine.nodes.addresses import parse_address
 from quire_server.engine.nodes.connecting import trouble_of
-from quire_server.engine.nodes.security import link_security
 
 
 def ask(

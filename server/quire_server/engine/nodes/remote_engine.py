@@ -18,6 +18,8 @@ from typing import Any
 
 from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ProtocolError, Unanswerable
+from quire_engine.handshake import Refused
+from quire_engine.link_security import LinkSecurity
 from quire_engine.process.transport import Abort, Control, Hold, Inspect, Inspected, LoadProgress, Release
 from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
 from quire_server.engine.connection import MOST_QUESTIONS, TooManyQuestions
@@ -30,9 +32,7 @@ from quire_server.engine.nodes.frames import (
     request_shifted,
     stats_shifted,
 )
-from quire_server.engine.nodes.handshake import Refused
 from quire_server.engine.nodes.link import Link
-from quire_server.engine.nodes.security import LinkSecurity
 from quire_server.engine.recovery import JournalEntry, Loss, Quarantine, Recovery
 from quire_server.engine.supervisor import ANSWER_SECONDS, EngineState
 
@@ -40,6 +40,7 @@ CONNECT_SECONDS = 5.0
 PING_SECONDS = 0.5
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 2.0  # seconds between two attempts, doubled with each
 _LOOK_SECONDS = 0.25
+_ANY_HOST = ("0.0.0.0", "[::]")
 
 log = logging.getLogger("quire.nodes")
 
@@ -242,7 +243,7 @@ class RemoteEngine:
         engine = f"{told.instance} {told.restarts}"
         if told.state == EngineState.READY.value and not why and told.plan is not None:
             is_new = self.state is not EngineState.READY
-            self.plan, self.why = told.plan, ""
+            self.plan, self.why = self._as_reached(told.plan), ""
             if is_new:
                 if engine != self._engine:
                     self._count_restarts(told)
@@ -257,6 +258,11 @@ class RemoteEngine:
                 self.on_lost()
         if told.draining and (was is None or not was.draining):
             self.on_drain()
+
+    def _as_reached(self, plan: EnginePlan) -> EnginePlan:
+        """The plan, in which a node that lends KV blocks at all of its addresses does so at the one that is known."""
+        host, _, port = plan.kv_address.rpartition(":")
+        return replace(plan, kv_address=str(Address(self.address.host, int(port)))) if host in _ANY_HOST else plan
 
     def _count_restarts(self, told: NodeState) -> None:
         instance, _, restarts = self._engine.partition(" ")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quire_engine.config import EngineConfig
+from quire_engine.config import EngineConfig, KVTransferConfig
 from quire_server.flags import build_parser, option_group, option_unit, parse_flags
 from quire_server.settings import GROUPS, REMOVED, Settings, SettingsError, flag_name
 
@@ -233,7 +233,7 @@ def test_help_shows_every_setting_grouped(capsys: pytest.CaptureFixture[str], mo
         assert option_group(field) in GROUPS
         assert option_unit(field) in {"", "s", "tokens", "bytes"}
         assert field.description
-    assert len(text.splitlines()) < 184
+    assert len(text.splitlines()) < 190
 
 
 def test_every_flag_can_be_given_its_own_default(tmp_path: Path):
@@ -289,12 +289,14 @@ def test_engine_config_takes_every_engine_setting():
         "max_lora_rank": 8,
         "max_cpu_loras": 4,
         "check_invariants": True,
+        "role": "prefill",
     }
     got = flat(Settings(**changed, enable_fault_injection="oom@3").engine_config())
     default = flat(EngineConfig(model=""))
     assert got.pop("faults") == ({"point": "oom", "nth": 3, "seed": None},)
     assert not got.pop("swap_on_cpu")  # for tests alone
     assert got.pop("admission") == "expected"  # simulations alone compare it
+    assert got.pop("kv_transfer") is None  # from several settings, as the next test says
     assert (got.pop("replicas"), got.pop("tells_prefixes"), got.pop("alive_seconds")) == (1, False, 0)  # divided_config
     assert not got.pop("tells_blocks")  # where the programs start
     for name in REMOVED.keys() & got.keys():
@@ -307,6 +309,14 @@ def test_engine_defaults_agree():
     ours = dataclasses.asdict(Settings().engine_config())
     theirs = dataclasses.asdict(EngineConfig(model=ours["model"]))
     assert ours == theirs
+
+
+def test_the_transfer_of_blocks_has_the_secrets_of_the_cluster():
+    given = {"kv_listen": "127.0.0.1:1", "kv_address": "h:2", "cluster_key_file": "/k", "engine_tls_ca": "/a"}
+    transfer = Settings(**given).engine_config().kv_transfer
+    assert transfer == KVTransferConfig(listen="127.0.0.1:1", reached_at="h:2", key_file="/k", ca="/a")
+    with pytest.raises(ValueError, match="--role decode passes KV blocks on; set --kv-listen HOST:PORT too"):
+        Settings(listen="127.0.0.1:1", role="decode")
 
 
 def test_default_yaml_is_the_defaults():

@@ -14,12 +14,7 @@ import pytest
 
 from quire_engine.config import EngineConfig
 from quire_engine.errors import ConfigError
-from quire_engine.process.transport import Abort, Codec, Hold, encode_frame
-from quire_server.engine.nodes import node as node_module
-from quire_server.engine.nodes import remote_engine
-from quire_server.engine.nodes.addresses import Address
-from quire_server.engine.nodes.frames import FROM_FRONT, FROM_NODE
-from quire_server.engine.nodes.handshake import (
+from quire_engine.handshake import (
     ANSWER_BYTES,
     CHALLENGE_BYTES,
     PROOF_BYTES,
@@ -28,9 +23,14 @@ from quire_server.engine.nodes.handshake import (
     Refused,
     binding,
 )
+from quire_engine.link_security import LinkSecurity, link_security
+from quire_engine.process.transport import Abort, Codec, Hold, encode_frame
+from quire_server.engine.nodes import node as node_module
+from quire_server.engine.nodes import remote_engine
+from quire_server.engine.nodes.addresses import Address
+from quire_server.engine.nodes.frames import FROM_FRONT, FROM_NODE
 from quire_server.engine.nodes.link import Link
 from quire_server.engine.nodes.remote_engine import RemoteEngine
-from quire_server.engine.nodes.security import LinkSecurity, link_security
 from quire_server.engine.recovery import Quarantine
 from support.link_secrets import make_secrets
 from support.nodes import Served, front, served_node

@@ -1,6 +1,7 @@
-"""The handshake of a front and a node: a challenge from each side, and a proof by the cluster's key over both.
+"""The handshake of a front and a node, or of two engines that pass KV blocks on: challenges, and proofs by one key.
 
-Three messages of fixed sizes: the node's challenge, the front's challenge and proof, the node's proof. Promises:
+Three messages of fixed sizes: the node's challenge, the front's challenge and proof, the node's proof, both of which
+cover both challenges. Of two engines the one that is connected to has the node's part. Promises:
 nothing is decoded; proofs are compared in constant time; a proof is good for one connection, since it covers both
 challenges and, with TLS, both certificates. Must not know: sockets.
 """
@@ -21,16 +22,19 @@ _HEAD = struct.Struct(f">8sH{_NONCE_BYTES}s")
 PROOF_BYTES = sha256().digest_size
 CHALLENGE_BYTES = _HEAD.size
 ANSWER_BYTES = CHALLENGE_BYTES + PROOF_BYTES
-_FRONT, _NODE = b"front", b"node "  # so that a proof of one side is none of the other
+_FRONT, _NODE, _SESSION = b"front", b"node ", b"bytes"  # so that a proof of one side is none of the other
 
 
 class Refused(QuireError):
     """The peer is not let in, or does not let this side in; the text says why."""
 
 
-def binding(node_certificate: bytes, front_certificate: bytes) -> bytes:
-    """The part of a proof that stands for the connection: both certificates in DER; empty without TLS."""
-    return sha256(node_certificate).digest() + sha256(front_certificate).digest()
+def binding(node_certificate: bytes, front_certificate: bytes, purpose: bytes = b"") -> bytes:
+    """The part of a proof that stands for the connection: both certificates in DER; empty without TLS.
+
+    `purpose`: of the connection, so that a proof for one is none for another.
+    """
+    return sha256(node_certificate).digest() + sha256(front_certificate).digest() + purpose
 
 
 class NodeHandshake:
@@ -40,6 +44,7 @@ class NodeHandshake:
         """`bound_to`: see `binding`."""
         self._key, self._bound_to = key, bound_to
         self.challenge = _HEAD.pack(_MAGIC, VERSION, secrets.token_bytes(_NONCE_BYTES))
+        self._theirs = b""
 
     def answer(self, message: bytes) -> bytes:
         """The node's proof, for a front's ANSWER_BYTES. Raises Refused."""
@@ -47,7 +52,12 @@ class NodeHandshake:
         _check_head(theirs, "no front of Quire speaks there")
         if not hmac.compare_digest(proof, _proof(self._key, _FRONT, self.challenge, theirs, self._bound_to)):
             raise Refused("it does not have the cluster's key")
+        self._theirs = theirs
         return _proof(self._key, _NODE, self.challenge, theirs, self._bound_to)
+
+    def session_key(self) -> bytes:
+        """A key for digests on this connection alone; both sides have the same, once the handshake is through."""
+        return _proof(self._key, _SESSION, self.challenge, self._theirs, self._bound_to)
 
 
 class FrontHandshake:
@@ -69,6 +79,10 @@ class FrontHandshake:
         """Check the node's PROOF_BYTES. Raises Refused."""
         if not hmac.compare_digest(proof, _proof(self._key, _NODE, self._theirs, self._challenge, self._bound_to)):
             raise Refused("it does not have the cluster's key")
+
+    def session_key(self) -> bytes:
+        """As `NodeHandshake.session_key`."""
+        return _proof(self._key, _SESSION, self._theirs, self._challenge, self._bound_to)
 
 
 def _check_head(challenge: bytes, otherwise: str) -> None:

@@ -1,4 +1,4 @@
-"""The secrets of the links between fronts and nodes: the cluster's key, TLS 1.3 with certificates on both sides.
+"""The secrets of the links of a cluster: its key, and TLS 1.3 with certificates on both sides.
 
 Promises: without both of them no address beyond this machine is listened on or connected to; a file that cannot be
 used is reported in one line that names the setting.

@@ -1,0 +1,163 @@
+"""Where a request's replica may fetch KV blocks of its prompt: from one that has them, or that computes them for it.
+
+A replica computes a prompt for another one as a request of its own, without output. Promises: it
+changes when the first token comes, never the tokens; it ends when its stream has an output, ends or leaves its replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, cast
+
+from quire_engine.config import EnginePlan
+from quire_engine.routing.views import Route
+from quire_engine.types import GenerationRequest, KVSource, SamplingParams, StopParams
+from quire_server.engine.recovery import JournalEntry
+from quire_server.engine.replica_routing import Router
+
+SourceKind = Literal["prefill", "cached"]
+FEWEST_BLOCKS = 8  # that another replica has more than the one that was chosen
+_CHUNKS = 6  # of a prompt at least: its blocks come a chunk at a time, and what is late is computed
+_SLOWER = 1.2  # factor on the predicted time of the first token, up to which another replica computes the prompt
+_LITTLE = 0.05  # seconds that it may be later whatever the factor
+_PREFIX = "prefill-"  # of these requests' names; none of a stream begins so
+
+
+class Lender(Protocol):
+    """A replica, as far as this module needs it: `replicas.Replica`."""
+
+    name: str
+    tokens_ahead: int
+
+    @property
+    def plan(self) -> EnginePlan | None: ...
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes something new."""
+        ...
+
+    def adopt(self, entry: JournalEntry) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Prefill:
+    """A prompt that one replica computes for another."""
+
+    lender: Lender
+    name: str  # of the request
+    tokens: int  # that it is expected to compute
+
+
+class PromptSources:
+    """The prompts that are computed for others now, by the request that they are for."""
+
+    def __init__(self, router: Router) -> None:
+        self.on_source: Callable[[SourceKind], None] = lambda _: None
+        self._router = router
+        self._prefills: dict[str, _Prefill] = {}
+        self._by_name: dict[str, str] = {}  # the request by the name of its prefill
+
+    def choose(
+        self, entry: JournalEntry, route: Route, blocks: tuple[int, ...], taker: Lender, others: Iterable[Lender]
+    ) -> KVSource | None:
+        """A source for a request that goes to `taker`; None: there is none that would be as fast.
+
+        `others`: the other replicas. A prompt that is to be computed by one of them is sent there.
+        """
+        request, plan = entry.request, taker.plan
+        if plan is None or not plan.kv_address or not _reads_blocks(request):
+            return None
+        able = [each for each in others if each.is_ready and _lends(each.plan, plan)]
+        size = plan.scheduler.limits.block_size
+        if plan.role != "prefill" and not entry.has_tokens:
+            lender = self._computing(entry, route, blocks, [each for each in able if _plan(each).role == "prefill"])
+            if lender is not None:
+                self._begin(request, lender, blocks)
+                return self._source("prefill", lender, route)
+        depths = self._router.depths(blocks)
+        holder = max(able, key=lambda each: depths.get(each.name, 0), default=None)
+        most = (len(request.prompt_token_ids) - 1) // size
+        if holder is None or min(depths.get(holder.name, 0), most) < route.hit_blocks + FEWEST_BLOCKS:
+            return None
+        return self._source("cached", holder, route)
+
+    def ends(self, name: str) -> None:
+        """A request of this name has ended, which may be a prompt that was computed for another one."""
+        owner = self._by_name.get(name)
+        if owner is not None:
+            self._forget(owner)
+
+    def withdraw(self, request_id: str) -> None:
+        """The request needs nothing of its prompt any more."""
+        prefill = self._prefills.get(request_id)
+        if prefill is not None:
+            self._forget(request_id)
+            prefill.lender.abort(prefill.name)
+
+    def lost(self, lender: Lender) -> None:
+        """A replica has no engine any more: what it computed for others, they compute themselves."""
+        for owner in [owner for owner, each in self._prefills.items() if each.lender is lender]:
+            self._forget(owner)
+
+    def _computing(
+        self, entry: JournalEntry, route: Route, blocks: tuple[int, ...], able: list[Lender]
+    ) -> Lender | None:
+        """The replica that computes the prompt, if it is long enough and not later there than by `_SLOWER`."""
+        if not able:
+            return None
+        depths, prompt = self._router.depths(blocks), len(entry.request.prompt_token_ids)
+        predicted = {each.name: self._router.predicted(each.name, entry, depths.get(each.name, 0)) for each in able}
+        best = min(able, key=lambda each: (predicted[each.name], each.tokens_ahead, each.name))
+        limits = _plan(best).scheduler.limits
+        missing = prompt - route.hit_blocks * limits.block_size
+        if missing < _CHUNKS * limits.prefill_chunk:
+            return None
+        return best if predicted[best.name] <= _SLOWER * route.predicted_ttft + _LITTLE else None
+
+    def _begin(self, request: GenerationRequest, lender: Lender, blocks: tuple[int, ...]) -> None:
+        asked = replace(
+            request,
+            request_id=f"{_PREFIX}{request.request_id}",
+            sampling=SamplingParams(temperature=0.0),
+            stop=StopParams(max_new_tokens=0),
+            n=1,
+            beam=None,
+            prediction=(),
+            speculates=False,
+            max_running=0,  # the quota is kept where the answer is computed
+            kv_source=None,
+        )
+        made = _Prefill(lender, asked.request_id, len(request.prompt_token_ids))
+        lender.tokens_ahead += made.tokens
+        self._prefills[request.request_id], self._by_name[asked.request_id] = made, request.request_id
+        self._router.prompt_sent(lender.name, asked.request_id, blocks)
+        lender.adopt(JournalEntry(asked))
+
+    def _source(self, kind: SourceKind, lender: Lender, route: Route) -> KVSource:
+        self.on_source(kind)
+        return KVSource(
+            address=_plan(lender).kv_address, is_computing=kind == "prefill", own_seconds=route.predicted_ttft
+        )
+
+    def _forget(self, owner: str) -> None:
+        prefill = self._prefills.pop(owner)
+        del self._by_name[prefill.name]
+        prefill.lender.tokens_ahead -= prefill.tokens
+        self._router.forget(prefill.name)
+
+
+def _plan(lender: Lender) -> EnginePlan:
+    return cast(EnginePlan, lender.plan)  # of one that is ready
+
+
+def _lends(plan: EnginePlan | None, to: EnginePlan) -> bool:
+    return plan is not None and bool(plan.kv_address) and plan.numerics == to.numerics
+
+
+def _reads_blocks(request: GenerationRequest) -> bool:
+    """Whether its engine may use blocks that it has not computed."""
+    return (
+        request.sampling.num_prompt_logprobs is None and request.pooling != "mean" and request.stop.max_new_tokens > 0
+    )
