@@ -67,10 +67,16 @@ def pieces(texts: Sequence[str], size: int) -> dict[str, Any]:
     tokenizer.pre_tokenizer = _LINES
     tokenizer.train_from_iterator([text.replace(" ", _SPACE) for text in texts], trainer)
     vocabulary = tokenizer.get_vocab()
-    known = sorted(vocabulary, key=lambda piece: vocabulary[piece])
-    longer, letters = [piece for piece in known if len(piece) > 1], [piece for piece in known if len(piece) == 1]
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    heads, user = ["<unk>", "<s>", "</s>", *SPECIAL], [each for each in USER_DEFINED if each not in vocabulary]
+    heads = ["<unk>", "<s>", "</s>", *SPECIAL]
+    # A text of a special token is no piece, nor is its beginning, from which llama.cpp makes it.
+    known = [
+        piece
+        for piece in sorted(vocabulary, key=lambda piece: vocabulary[piece])
+        if len(piece) == 1 or not any(piece in token for token in (*heads, *bytes_))
+    ]
+    longer, letters = [piece for piece in known if len(piece) > 1], [piece for piece in known if len(piece) == 1]
+    user = [each for each in USER_DEFINED if each not in vocabulary]
     tokens = [*heads, *bytes_, *user, *longer, *letters]
     kinds = [2] + [3] * (len(heads) - 1) + [6] * 256 + [4] * len(user) + [1] * len(known)
     zeros = len(heads) + 256 + len(user)
