@@ -210,8 +210,6 @@ def made(folder: Path) -> list[Path]:
     files.append(write_vocabulary(folder / "made-pieces-bare.gguf", bare))
     grams = unigrams([*PROSE, *CODE] * 20, 2000)  # which have a token for each character
     files.append(write_vocabulary(folder / "made-unigrams.gguf", grams))
-    spaces = grams | {"tokenizer.ggml.remove_extra_whitespaces": False}
-    files.append(write_vocabulary(folder / "made-unigrams-spaces.gguf", spaces))
     return files
 
 

@@ -316,18 +316,18 @@ class GgufVocabulary:
 
     def _unigrams(self) -> dict[str, Any]:
         """Of all ways to cut a text the one with the highest sum of scores, as sentencepiece's unigrams."""
-        drops = self._metadata.boolean(_KEY + "remove_extra_whitespaces", False)
-        leads = drops or self._metadata.boolean(_KEY + "add_space_prefix", False)
+        if not self._metadata.boolean(_KEY + "remove_extra_whitespaces", False):
+            raise self._error("remove_extra_whitespaces", f"unigrams that keep all spaces are not read; {_ADVICE}")
         unknown = self._special_id("unk_token")
         if unknown is None:
             raise self._error("unknown_token_id", f"there is none, which unigrams need; {_ADVICE}")
-        space = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "always" if leads else "never"}
-        steps = [{"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}] if drops else []
+        words = {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}
+        space = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "always", "split": False}
         return {
             **self._frame(adds_bos=False, adds_eos=True),
             "normalizer": self._charsmap(),
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps, {**space, "split": False}]},
-            "decoder": {**space, "split": False},
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, space]},
+            "decoder": space,
             "model": {
                 "type": "Unigram",
                 "unk_id": unknown,
