@@ -8,7 +8,7 @@ JOBS ?= 2
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
 .PHONY: help serve test kernel-test kernel-matrix schema-test draft-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim \
-  schedule-test property-test model-matrix emulated-test damage-test token-test model-sweep hostile replica-test ray-test soak api-fuzz audit lock sbom check format bench headline \
+  schedule-test property-test model-matrix emulated-test damage-test token-test model-sweep hostile replica-test batch-test ray-test soak api-fuzz audit lock sbom check format bench headline \
   clean
 
 HELP := \
@@ -36,6 +36,7 @@ HELP := \
   "gpu-bench      what a GPU's kernels and steps reach" \
   "hostile        hostile clients, and what others have meanwhile; nine minutes" \
   "replica-test   streams on replicas and nodes that are killed, held against one engine; what routing finds cached" \
+  "batch-test     10,000 lines of a batch over two kills of the server, held against direct requests" \
   "ray-test       a cluster of Ray on this machine: lost nodes and actors, an update; installs Ray" \
   "soak           mixed traffic with kills; twenty minutes" \
   "api-fuzz       requests made from our OpenAPI document; installs schemathesis" \
@@ -83,7 +84,7 @@ client-test: $(VENV)/.serve .venv-clients/.complete
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check uv
 	.venv-clients/bin/uv pip install --quiet --python .venv-clients/bin/python -r tests/clients/requirements.txt
 	npm install --prefix tests/clients --no-save --no-package-lock --no-audit --no-fund --loglevel=error \
-	  openai ai @ai-sdk/openai-compatible @anthropic-ai/sdk zod @anthropic-ai/claude-code @openai/codex opencode-ai
+	  openai ai @ai-sdk/openai-compatible @anthropic-ai/sdk ollama zod @anthropic-ai/claude-code @openai/codex opencode-ai
 	touch $@
 
 # Every architecture of transformers, tiny and random, served by its code and held against it; writes docs/models.md.
@@ -105,6 +106,10 @@ replica-test: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m replicas.nodes
 	PYTHONPATH=tests $(BIN)/python -m replicas.routing
 	PYTHONPATH=tests $(BIN)/python -m replicas.prompts
+
+# A batch of 10,000 lines over two kill -9 of the server, held against direct requests, and live requests beside it.
+batch-test: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m batches $(ARGS)
 
 # A cluster of Ray on this machine, in an environment of its own over ours: lost nodes and actors, an update; five minutes.
 ray-test: $(VENV)/.dev .venv-ray/.complete

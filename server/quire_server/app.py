@@ -24,6 +24,7 @@ from quire_server.dialects.chat import routes as chat
 from quire_server.dialects.completions import routes as completions
 from quire_server.dialects.infill import routes as infill
 from quire_server.dialects.messages import routes as messages
+from quire_server.dialects.ollama import routes as ollama
 from quire_server.dialects.responses import routes as responses
 from quire_server.dialects.responses.store import ResponseStore
 from quire_server.dialects.vectors import routes as vectors
@@ -52,8 +53,10 @@ from quire_server.metrics.request_record import CURRENT, RequestStory, totals
 from quire_server.routes import (
     adapters,
     admin,
+    batches,
     dashboard,
     debug,
+    files,
     health,
     invocations,
     metrics,
@@ -74,10 +77,13 @@ ROUTERS = (
     infill.router,
     responses.router,
     messages.router,
+    ollama.router,
     models.router,
     adapters.router,
     tokens.router,
     invocations.router,
+    files.router,
+    batches.router,
     usage.router,
     health.router,
     metrics.router,
@@ -98,28 +104,10 @@ def create_app(state: ServerState) -> FastAPI:
     tracing = None if endpoint is None else Tracing(endpoint, model=state.model_names[0])
     state.metrics.lost_log_lines = lost_lines
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watch = asyncio.create_task(watch_event_loop(state.metrics), name="event-loop-watch")
-        seconds = asyncio.create_task(tell_seconds(state.metrics, app.state.feed), name="seconds")
-        usage = asyncio.create_task(state.metrics.usage.keep(), name="usage")
-        memory = asyncio.create_task(MemoryReturn(state.metrics.memory_given_back).run(), name="memory")
-        state.tasks = [watch, seconds, usage]  # not `memory`, without which the server works
-        try:
-            yield
-        finally:
-            state.tasks = []
-            for task in (watch, seconds, usage, memory):
-                task.cancel()
-            await asyncio.to_thread(state.metrics.usage.close)
-            state.text.close()
-            if tracing is not None:
-                await asyncio.to_thread(tracing.close)
-
     app = FastAPI(
         title="Quire",
         version=version("quire"),
-        lifespan=lifespan,
+        lifespan=lambda app: _lifespan(app, state, tracing),
         redirect_slashes=False,  # a redirect is built from the client's Host header
         docs_url=None,  # the framework's page loads its scripts from elsewhere; ours is in `pages`
         redoc_url=None,
@@ -132,17 +120,46 @@ def create_app(state: ServerState) -> FastAPI:
         max_body_bytes=state.settings.max_body_bytes,
         max_model_len=state.max_model_len,
         root_path=state.settings.root_path,
+        max_file_bytes=None if state.settings.batch_dir is None else state.limits.max_file_bytes,
     )
     app.state.bodies = BodyReader(bodies)
     app.state.feed = Feed()
     app.state.deep_check = DeepCheck(state.client)
     app.state.requests = OpenRequests()
+    app.state.batches = batches.batch_service(state, app, max_line_bytes=bodies.largest)
     for router in ROUTERS:
         app.include_router(router)
     _handle_errors(app)
     _document(app, state.settings, bodies)
     _guard(app, state, bodies, tracing)
     return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI, state: ServerState, tracing: Tracing | None) -> AsyncIterator[None]:
+    """The server's own tasks, from the first request to the last one."""
+    watch = asyncio.create_task(watch_event_loop(state.metrics), name="event-loop-watch")
+    seconds = asyncio.create_task(tell_seconds(state.metrics, app.state.feed), name="seconds")
+    usage = asyncio.create_task(state.metrics.usage.keep(), name="usage")
+    memory = asyncio.create_task(MemoryReturn(state.metrics.memory_given_back).run(), name="memory")
+    state.tasks = [watch, seconds, usage]  # not `memory`, without which the server works
+    service: batches.BatchService | None = app.state.batches
+    if service is not None:
+        state.tasks.append(asyncio.create_task(service.runner.run(), name="batches"))
+    try:
+        yield
+    finally:
+        running = [*state.tasks, memory]
+        state.tasks = []
+        for task in running:
+            task.cancel()
+        if service is not None:
+            await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.to_thread(service.store.close)
+        await asyncio.to_thread(state.metrics.usage.close)
+        state.text.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
 
 async def watch_event_loop(metrics: Metrics) -> None:

@@ -24,6 +24,7 @@ else:
 COMMANDS = {
     "serve": ("quire_server.commands.serve", "serve a model over the OpenAI HTTP API"),
     "engine": ("quire_server.commands.engine", "compute for servers on other machines: a node"),
+    "run-batch": ("quire_server.commands.run_batch", "answer a file of requests without a server"),
     "bench": ("quire_bench.command", "put load on servers and say how fast they are"),
     "eval-quant": ("quire_server.commands.eval_quant", "measure what int8 and int4 cost a model"),
     "calibrate": ("quire_server.commands.calibrate", "measure what steps take on this machine, for simulate and plan"),
@@ -104,7 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_USAGE
     try:
         command: Command = import_module(COMMANDS[name][0])
-        if name not in {"serve", "engine"}:  # whose own handlers come with its event loop, before it starts any process
+        if name not in {
+            "serve",
+            "engine",
+            "run-batch",
+        }:  # whose own handlers come with its event loop, before it starts any process
             _raise_again()
         return command.run(rest)
     except KeyboardInterrupt:

@@ -135,6 +135,36 @@ class ResponseNotFound(ClientError):
     default_code = "response_not_found"
 
 
+class BatchesOff(ClientError):
+    """404: this server was started without a folder for files and batches."""
+
+    status = 404
+    default_code = "batches_off"
+
+    def __init__(self) -> None:
+        super().__init__("This server keeps no files and batches: start it with --batch-dir FOLDER.")
+
+
+class FileNotFound(ClientError):
+    """404: no file of that id is kept for this key."""
+
+    status = 404
+    default_code = "file_not_found"
+
+    def __init__(self, file_id: str, *, param: str | None = None) -> None:
+        super().__init__(f"There is no file with the id '{file_id[:96]}'.", param=param)
+
+
+class BatchNotFound(ClientError):
+    """404: no batch of that id is kept for this key."""
+
+    status = 404
+    default_code = "batch_not_found"
+
+    def __init__(self, batch_id: str) -> None:
+        super().__init__(f"There is no batch with the id '{batch_id[:96]}'.")
+
+
 class NotRemembered(ClientError):
     """404: what was asked about the engine is not known, or not any more."""
 

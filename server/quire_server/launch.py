@@ -109,7 +109,7 @@ def show_plan(settings: Settings) -> int:
 async def _serve(settings: Settings, output: Output) -> int:
     """Start the engine process first: it takes longest, and the server's modules are imported meanwhile."""
     with stop_signals() as stop:
-        engines = _engines(settings, output)
+        engines = engines_of(settings, output)
         starting = asyncio.create_task(engines.start())
         in_text = settings.log_format == "text"
         showing = asyncio.create_task(
@@ -128,7 +128,7 @@ async def _serve(settings: Settings, output: Output) -> int:
             await engines.stop()
 
 
-def _engines(settings: Settings, output: Output) -> Engines:
+def engines_of(settings: Settings, output: Output) -> Engines:
     """One supervised engine, several behind one port, or those of nodes."""
     if settings.engines:
         return _nodes(settings)

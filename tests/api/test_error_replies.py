@@ -57,12 +57,12 @@ async def test_envelope(method: str, path: str, options: dict[str, object], stat
 @pytest.mark.parametrize(
     ("path", "route"),
     [
-        *[(path, "/v1/completions") for path in ("/completion", "/generate", "/api/generate", "/completions/")],
-        *[(path, "/v1/chat/completions") for path in ("/chat/completions", "/api/chat", "/v1/chat")],
+        *[(path, "/v1/completions") for path in ("/completion", "/generate", "/completions/")],
+        *[(path, "/v1/chat/completions") for path in ("/chat/completions", "/v1/chat")],
         ("/v1/engines/davinci/completions", "/v1/completions"),
         ("/engines/v1/chat/completions", "/v1/chat/completions"),
         ("/openai/deployments/gpt-4o/chat/completions", "/v1/chat/completions"),
-        ("/api/tags", "/v1/models"),
+        ("/models", "/v1/models"),
         ("/v1/tokenize", "/tokenize"),
         ("/embeddings", "/v1/embeddings"),
         ("/v1/engines/ada/embeddings", "/v1/embeddings"),
@@ -75,13 +75,14 @@ async def test_a_route_that_is_elsewhere_says_where(path: str, route: str) -> No
     assert error["message"] == f"There is no such route. Use {route}."
 
 
-@pytest.mark.parametrize("path", ["/v1/batches", "/v1/batches/b1/cancel", "/v1/files", "/v1/files/f1/content"])
-async def test_there_are_no_batches_and_what_to_do_instead_is_said(path: str) -> None:
+@pytest.mark.parametrize("path", ["/v1/batches/b1/cancel", "/v1/files", "/v1/files/f1/content"])
+async def test_a_server_without_batches_says_what_it_needs(path: str) -> None:
+    method = "GET" if path.endswith("content") else "POST"
     async with connect(make_app()) as client:
-        for reply in (await client.post(path, json={}), await client.get(path)):
-            error = check_envelope(reply, 404, "not_found")
-            assert "no batch endpoint" in str(error["message"])
-            assert "send the requests themselves" in str(error["message"])
+        error = check_envelope(await client.request(method, path), 404, "batches_off")
+        assert "--batch-dir" in str(error["message"])
+        error = check_envelope(await client.post("/v1/uploads", json={}), 404, "not_found")
+        assert "Use /v1/files" in str(error["message"])
 
 
 async def test_a_base_url_with_v1_twice_is_told() -> None:

@@ -18,10 +18,13 @@ POSTS = (
     *("/v1/rerank", "/v2/rerank", "/rerank", "/classify", "/v1/classify"),
     *("/invocations", "/tokenize", "/detokenize", "/v1/chat/completions/input_tokens"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
-    *("/admin/abort", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"),
+    *("/v1/batches", "/admin/abort", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 )
 POSTS_WITHOUT_BODY = (
     "/v1/responses/{response_id}/cancel",
+    "/v1/files",  # a form
+    "/v1/batches/{batch_id}/cancel",
     "/ping",
     "/admin/drain",
     "/admin/reset-prefix-cache",
@@ -30,6 +33,8 @@ POSTS_WITHOUT_BODY = (
 )
 GETS = (
     *("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"),
+    *("/api/tags", "/api/ps", "/api/version"),
+    *("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}"),
     *("/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/version", "/metrics"),
     *("/health", "/health/live", "/health/ready", "/health/deep", "/ping", "/load", "/admin/drain"),
     *("/usage", "/admin/usage", "/admin/replicas"),
@@ -87,7 +92,9 @@ async def test_posts_declare_their_body_and_errors(path: str) -> None:
     for status, response in operation["responses"].items():
         if int(status) >= 400:
             schema = response["content"]["application/json"]["schema"]
-            envelope = "AnthropicErrorResponse" if path.startswith("/v1/messages") else "ErrorResponse"
+            envelope = "ErrorResponse"
+            if path.startswith(("/v1/messages", "/api/")):
+                envelope = "AnthropicErrorResponse" if path.startswith("/v1") else "OllamaErrorResponse"
             assert schema == {"$ref": f"#/components/schemas/{envelope}"}, status
     assert "Retry-After" in operation["responses"]["429"]["headers"]
     assert "Retry-After" in operation["responses"]["503"]["headers"]

@@ -10,6 +10,7 @@ from architecture.source import PACKAGES, imports, is_folder, modules, of, reach
 # Third-party packages and the folders, or the one file, in which they may be imported.
 ONLY_IN = {
     "fastapi": ("quire_server",),
+    "python_multipart": ("quire_server.http.upload",),
     "starlette": ("quire_server",),
     "uvicorn": ("quire_server.http",),
     "uvloop": ("quire_server.http",),
@@ -50,6 +51,7 @@ FOLDERS = {
     "quire_engine.tools": {"*", "execution", "demo", "simulation"},
     "quire_engine.demo": set(),
     "quire_server.dialects": {"errors", "state", "answering", "text", "http", "engine", "metrics"},
+    "quire_server.batches": set(),
     "quire_server.text": {"errors"},
     "quire_server.logs": {"metrics", "http"},
     "quire_server.metrics": set(),
@@ -58,8 +60,8 @@ FOLDERS = {
     "quire_server.engine": {"errors", "metrics"},
     "quire_server.http": {"errors", "settings"},
     "quire_server.answering": {"errors", "state", "text", "engine", "metrics", "http"},
-    "quire_server.routes": {"errors", "state", "dialects", "answering", "http", "metrics"},
-    "quire_server.commands": {"*", "text", "engine", "http", "settings", "checkpoint", "logs"},
+    "quire_server.routes": {"errors", "state", "batches", "dialects", "answering", "http", "metrics"},
+    "quire_server.commands": {"*", "batches", "text", "engine", "http", "settings", "checkpoint", "logs"},
     "quire_bench.facts": {"servers"},
     "quire_bench.exercises": {"facts", "servers", "own_server"},
     "quire_bench.studies": set(),

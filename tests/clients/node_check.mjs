@@ -1,9 +1,10 @@
-// The npm packages against a running server: openai, the AI SDK of Vercel, Anthropic's. Prints what failed, exits 1.
+// The npm packages against a running server: openai, the AI SDK of Vercel, Anthropic's, ollama. Prints what failed, exits 1.
 // node node_check.mjs BASE_URL KEY, with tests/clients/node_modules installed.
 import assert from "node:assert/strict";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import Anthropic from "@anthropic-ai/sdk";
 import * as ai from "ai";
+import { Ollama } from "ollama";
 import OpenAI from "openai";
 import { z } from "zod";
 
@@ -20,6 +21,7 @@ const parameters = {
 };
 const openai = new OpenAI({ baseURL: `${url}/v1`, apiKey: key });
 const anthropic = new Anthropic({ baseURL: url, apiKey: key });
+const ollama = new Ollama({ host: url, headers: { Authorization: `Bearer ${key}` } });
 const compatible = createOpenAICompatible({
   name: "quire",
   baseURL: `${url}/v1`,
@@ -28,6 +30,29 @@ const compatible = createOpenAICompatible({
 });
 
 const checks = {
+  async "ollama: an agent loop"() {
+    const options = { temperature: 0, num_predict: 200 };
+    const tools = [{ type: "function", function: { name: "get_weather", description, parameters } }];
+    const messages = [{ role: "user", content: question }];
+    const first = await ollama.chat({ model, messages, tools, options });
+    const [call] = first.message.tool_calls;
+    assert.deepEqual(call.function.arguments, { city: "Paris" });
+    messages.push(first.message, { role: "tool", tool_name: "get_weather", content: result });
+    assert.match((await ollama.chat({ model, messages, tools, options })).message.content, /18/);
+  },
+  async "ollama: streams, vectors, lists, errors"() {
+    const asked = { model, prompt: "What is the capital of Japan?", options: { temperature: 0 } };
+    const whole = await ollama.generate(asked);
+    let text = "";
+    for await (const part of await ollama.generate({ ...asked, stream: true })) text += part.response;
+    assert.equal(text, whole.response);
+    assert.match(text, /Tokyo/);
+    assert.equal((await ollama.embed({ model, input: ["a", "b"] })).embeddings.length, 2);
+    assert.deepEqual((await ollama.list()).models.map((each) => each.name), [model]);
+    assert.ok((await ollama.show({ model })).capabilities.includes("tools"));
+    assert.ok((await ollama.version()).version);
+    await assert.rejects(ollama.chat({ model: "llama3", messages: [] }), /does not exist/);
+  },
   async "openai: an agent loop"() {
     const tools = [{ type: "function", function: { name: "get_weather", description, parameters } }];
     const messages = [{ role: "user", content: question }];

@@ -1,4 +1,4 @@
-"""The npm packages openai, ai with @ai-sdk/openai-compatible, and @anthropic-ai/sdk."""
+"""The npm packages openai, ai with @ai-sdk/openai-compatible, @anthropic-ai/sdk and ollama."""
 
 from __future__ import annotations
 

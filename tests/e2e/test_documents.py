@@ -196,6 +196,11 @@ def test_command_lines_are_understood(example: Example) -> None:
         from quire_server.flags import ENGINE, parse_flags
 
         parse_flags(words[1:], ENGINE)
+    elif words[0] == "run-batch":
+        from quire_server.commands.run_batch import _parser
+        from quire_server.flags import parse_flags
+
+        parse_flags(_parser().parse_known_args(words[1:])[1])
     elif words[0] == "bench":
         from quire_bench.arguments import parse_arguments
 

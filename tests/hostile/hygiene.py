@@ -37,7 +37,7 @@ def faults(answer: Answer, *, path: str, sent: Iterable[str] = (), secrets: Iter
     if answer.header("server"):
         yield f"names itself {answer.header('server')!r}"
     if answer.body:  # HEAD has none
-        yield from _envelope(text, is_anthropic=path == "/v1/messages" or path.startswith("/v1/messages/"))
+        yield from _envelope(text, path)
     told = text + " ".join(f"{name}: {value}" for name, value in answer.headers)
     for secret in secrets:
         if secret in told:
@@ -49,16 +49,19 @@ def faults(answer: Answer, *, path: str, sent: Iterable[str] = (), secrets: Iter
             yield f"shows {what}: {told[max(0, found.start() - 20) : found.end() + 20]!r}"
 
 
-def _envelope(text: str, *, is_anthropic: bool) -> Iterator[str]:
+def _envelope(text: str, path: str) -> Iterator[str]:
     try:
         value = json.loads(text)
     except ValueError:
         yield f"not JSON: {text[:60]!r}"
         return
     error = value.get("error") if isinstance(value, dict) else None
-    if not isinstance(error, dict):
+    if path.startswith("/api/"):
+        if not isinstance(error, str) or set(value) != {"error", "code"}:
+            yield f"not Ollama's envelope: {text[:60]!r}"
+    elif not isinstance(error, dict):
         yield f"no envelope: {text[:60]!r}"
-    elif is_anthropic:
+    elif path == "/v1/messages" or path.startswith("/v1/messages/"):
         if value.get("type") != "error" or not {"type", "message"} <= set(error) or "request_id" not in value:
             yield f"not Anthropic's envelope: {text[:60]!r}"
     elif set(value) != {"error"} or set(error) != _OPENAI:

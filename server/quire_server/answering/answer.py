@@ -26,7 +26,7 @@ from quire_server.errors import ApiError
 from quire_server.http.disconnect import look_for_leaving, unless_client_gone
 from quire_server.http.large_reply import PiecedReply
 from quire_server.http.overload import has_arrived
-from quire_server.http.sse import KEEP_ALIVE, EventStream
+from quire_server.http.sse import EVENTS, KEEP_ALIVE, EventStream
 from quire_server.state import state_of
 from quire_server.text.logprobs import finite
 from quire_server.text.tokenizer import TextTokenizer
@@ -131,10 +131,12 @@ async def answer(
     *,
     gather: Callable[[Generation], Coroutine[object, object, list[ChoiceDelta]]] = collect,
     keep_alive: bytes = KEEP_ALIVE,
+    media_type: str = EVENTS,
 ) -> Response:
     """The reply, whole or streamed.
 
-    `gather` makes the deltas of a whole reply; `keep_alive` is sent while a stream is silent. Raises BadRequest,
+    `gather` makes the deltas of a whole reply; `keep_alive` is sent while a stream, which has `media_type`, is silent:
+    nothing is, if it is empty. Raises BadRequest,
     ContextLengthExceeded, QueueFull, EngineFailed, DeadlineExceeded, ClientGone.
     """
     state = state_of(request)
@@ -165,8 +167,9 @@ async def answer(
             progress=generation,
             failure=rendering.failure,
             headers=job.headers,
-            keep_alive_seconds=state.settings.sse_keep_alive_interval,
+            keep_alive_seconds=state.settings.sse_keep_alive_interval if keep_alive else 0.0,
             keep_alive=keep_alive,
+            media_type=media_type,
         )
     held = state.replies.hold()
     try:

@@ -14,6 +14,7 @@ from fastapi import Request
 from quire_engine.types import GenerationRequest
 from quire_server.engine.tenants import NOBODY, Tenant, name_of_key
 from quire_server.errors import BadRequest
+from quire_server.http.own_requests import vouched_for
 from quire_server.metrics.request_record import CURRENT
 from quire_server.state import state_of
 
@@ -53,6 +54,8 @@ class Caller:
 def caller_of(request: Request) -> Caller:
     """The tenant of the request's key, and its X-Request-Timeout. Raises BadRequest."""
     tenant, digest = tenant_of(request)
+    if vouched_for(request.scope) is not None:  # a line of a batch, which goes after all live requests
+        tenant = replace(tenant, service_class="batch")
     story = CURRENT.get()
     if story is not None:
         story.account = account_of(request)

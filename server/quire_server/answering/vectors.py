@@ -71,10 +71,31 @@ _NUMBER_BYTES = 22  # JSON bytes per number of a vector
 _TEXT_BYTES = 6  # base64 bytes per number
 
 
-async def answer_embeddings(request: Request, options: VectorOptions, *, as_text: bool) -> Response:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingLists:
+    """The embeddings of a request's texts, each as JSON, with the usage and the reply's headers."""
+
+    entries: list[bytes]
+    usage: VectorUsage
+    headers: dict[str, str]
+    held: HeldReply
+
+    def pieces(self) -> Iterator[bytes]:
+        """One JSON list of all."""
+        return _list_of(self.entries)
+
+
+async def embedding_lists(
+    request: Request,
+    options: VectorOptions,
+    *,
+    as_text: bool = False,
+    entry: Callable[[int, bytes], bytes] = lambda _number, vector: vector,
+) -> EmbeddingLists:
     """The embeddings of the texts; JSON numbers and base64 are of the same float32 values.
 
-    Raises BadRequest, ContextLengthExceeded, QueueFull, EngineFailed, ClientGone.
+    `entry` puts a text's number and its vector into the dialect's form. Raises BadRequest, ContextLengthExceeded,
+    QueueFull, EngineFailed, ClientGone.
     """
     state = state_of(request)
     headers = vector_notes(state, options)
@@ -88,12 +109,24 @@ async def answer_embeddings(request: Request, options: VectorOptions, *, as_text
     def take(number: int, values: Sequence[float]) -> None:
         single = array("f", shaped(values, options, method))
         shown = _encode(_base64(single) if as_text else single.tolist())
-        entries[number] = b'{"object":"embedding","index":%d,"embedding":%b}' % (number, shown)
+        entries[number] = entry(number, shown)
 
     work = compute_vectors(requests, take, client=state.client, metrics=state.metrics)
     usage = await unless_client_gone(request, work)
     headers |= adapter_header(requests[0].adapter)
-    return vector_reply(request, options, entries, usage, prefix="embd-", headers=headers, held=held)
+    return EmbeddingLists(entries=entries, usage=usage, headers=headers, held=held)
+
+
+def _openai_entry(number: int, vector: bytes) -> bytes:
+    return b'{"object":"embedding","index":%d,"embedding":%b}' % (number, vector)
+
+
+async def answer_embeddings(request: Request, options: VectorOptions, *, as_text: bool) -> Response:
+    """The embeddings of the texts in OpenAI's form. Raises as `embedding_lists` does."""
+    made = await embedding_lists(request, options, as_text=as_text, entry=_openai_entry)
+    return vector_reply(
+        request, options, made.entries, made.usage, prefix="embd-", headers=made.headers, held=made.held
+    )
 
 
 async def prepared(request: Request, options: VectorOptions) -> list[GenerationRequest]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from quire_server.answering.options import Tool, ToolOptions
@@ -50,6 +51,15 @@ class ToolDefinition(WireModel):
             parameters=function.parameters,
             strict=bool(function.strict),
         )
+
+
+def arguments_object(text: str) -> dict[str, Any]:
+    """A call's arguments as an object; empty where the model was cut off or has not written one."""
+    try:
+        value = msgspec.json.decode(text.encode())
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def template_tool(name: str, description: str | None, parameters: Mapping[str, object]) -> dict[str, object]:

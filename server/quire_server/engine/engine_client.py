@@ -164,6 +164,11 @@ class EngineClient:
         return len(self._streams)
 
     @property
+    def num_seats(self) -> int:
+        """The sequences that all engines compute at once."""
+        return self._num_seats
+
+    @property
     def max_sequences(self) -> int:
         """The most choices, or beams, that may be accepted and unfinished at once."""
         return self._limits.max_sequences

@@ -40,6 +40,10 @@ class Tenants:
         """Each listed tenant once; keys that are tenants are not listed."""
         return tuple({tenant.name: tenant for tenant in self._by_digest.values()}.values())
 
+    def key_of(self, name: str) -> str | None:
+        """The digest of a key of a listed tenant; None: no tenant of this name is listed."""
+        return next((digest for digest, tenant in self._by_digest.items() if tenant.name == name), None)
+
     def of(self, key_digest: str, key_name: str) -> Tenant:
         """The tenant of a request's key; both arguments are empty where no key is required."""
         found = self._by_digest.get(key_digest)

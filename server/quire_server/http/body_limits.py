@@ -21,9 +21,11 @@ VALUE_BYTES = 4  # bytes of an id on average, if the operator has set the limit 
 MANY_INPUTS = frozenset(
     {
         *("/v1/embeddings", "/v1/score", "/score", "/invocations"),
-        *("/v1/rerank", "/v2/rerank", "/rerank", "/classify", "/v1/classify"),
+        *("/v1/rerank", "/v2/rerank", "/rerank", "/classify", "/v1/classify", "/api/embed"),
     }
 )
+FILES_PATH = "/v1/files"
+FORM_BYTES = 64 << 10  # of a form around its file
 FREE_BYTES = 16 << 10  # bytes of each body that are not counted; connections are limited too
 BUSY_SECONDS = 2.0  # Retry-After: a body is held while it arrives and is parsed
 _HOLD = "body_hold"
@@ -36,6 +38,7 @@ class BodyLimit:
     max_bytes: int
     max_values: int  # values in arrays and objects
     max_model_len: int | None  # the context length, if the limit is derived from it
+    is_streamed: bool = False  # goes to the disk while it arrives: no memory is held for it, and it may take its time
 
     def too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(self.max_bytes, max_model_len=self.max_model_len)
@@ -44,10 +47,18 @@ class BodyLimit:
 class BodyLimits:
     """The limit of each path. A body that fills the context is never refused."""
 
-    def __init__(self, *, max_body_bytes: int | None, max_model_len: int, root_path: str = "") -> None:
+    def __init__(
+        self, *, max_body_bytes: int | None, max_model_len: int, root_path: str = "", max_file_bytes: int | None = None
+    ) -> None:
+        """`max_file_bytes`: of an uploaded file; None: this server keeps none."""
         self._root_path = root_path
         self._one = _limit(max_body_bytes, max_model_len, PROMPTS * max_model_len)
         self._many = _limit(max_body_bytes, max_model_len, max(INPUT_TOKENS, PROMPTS * max_model_len))
+        self._file = self._one
+        if max_file_bytes is not None:
+            self._file = BodyLimit(
+                max_bytes=max_file_bytes + FORM_BYTES, max_values=0, max_model_len=None, is_streamed=True
+            )
 
     @property
     def largest(self) -> int:
@@ -55,7 +66,10 @@ class BodyLimits:
 
     def of(self, path: str) -> BodyLimit:
         """The limit of a path, with or without the root path that a proxy may add."""
-        return self._many if path.removeprefix(self._root_path) in MANY_INPUTS else self._one
+        bare = path.removeprefix(self._root_path)
+        if bare == FILES_PATH:
+            return self._file
+        return self._many if bare in MANY_INPUTS else self._one
 
 
 def _limit(max_body_bytes: int | None, max_model_len: int, tokens: int) -> BodyLimit:
@@ -142,7 +156,7 @@ class BodyGate:
         limit = self._limits.of(scope["path"])
         if declared > limit.max_bytes:
             return limit.too_large()
-        return None if self._budget.has_room(declared) else no_room()
+        return None if limit.is_streamed or self._budget.has_room(declared) else no_room()
 
 
 def declared_bytes(headers: Iterable[tuple[bytes, bytes]]) -> int | None:

@@ -1,6 +1,6 @@
-"""The envelope of an error: OpenAI's, or Anthropic's on the paths of Anthropic's API.
+"""The envelope of an error: OpenAI's, or Anthropic's and Ollama's on the paths of their APIs.
 
-Promises: status and headers are the same in both; the path alone decides, so that errors made before routing have the
+Promises: status and headers are the same in all; the path alone decides, so that errors made before routing have the
 right envelope too.
 """
 
@@ -15,6 +15,9 @@ from typing_extensions import TypedDict  # pydantic documents only this one befo
 from quire_server.errors import ApiError, ContextLengthExceeded, error_body
 
 ANTHROPIC_PATH = "/v1/messages"
+OLLAMA_PATH = "/api"
+
+Dialect = Literal["openai", "anthropic", "ollama"]
 
 _TYPES = {
     401: "authentication_error",
@@ -44,13 +47,26 @@ class AnthropicErrorBody(TypedDict):
     request_id: str
 
 
-def is_anthropic_path(path: str) -> bool:
-    """Whether a path, without the root path of a proxy, belongs to Anthropic's API."""
-    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+class OllamaErrorBody(TypedDict):
+    error: str
+    code: str | None  # the `code` of OpenAI's envelope
 
 
-def is_anthropic(scope: Scope) -> bool:
-    return is_anthropic_path(scope["path"].removeprefix(scope.get("root_path", "")))
+def dialect_of(path: str) -> Dialect:
+    """The API that a path, without the root path of a proxy, belongs to."""
+    if path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/"):
+        return "anthropic"
+    return "ollama" if path.startswith(f"{OLLAMA_PATH}/") else "openai"
+
+
+def dialect_of_scope(scope: Scope) -> Dialect:
+    return dialect_of(scope["path"].removeprefix(scope.get("root_path", "")))
+
+
+def ollama_body(error: ApiError) -> OllamaErrorBody:
+    """The error's text as in OpenAI's envelope, where Ollama's clients look for it."""
+    detail = error_body(error)["error"]
+    return {"error": detail["message"], "code": detail["code"]}
 
 
 def anthropic_body(error: ApiError, request_id: str) -> AnthropicErrorBody:
@@ -65,6 +81,9 @@ def anthropic_body(error: ApiError, request_id: str) -> AnthropicErrorBody:
 
 def error_reply(error: ApiError, scope: Scope) -> Response:
     """The error as a whole reply to the request of this scope."""
-    if is_anthropic(scope):
-        return JSONResponse(anthropic_body(error, scope["state"]["request_id"]), error.status, error.headers)
+    match dialect_of_scope(scope):
+        case "anthropic":
+            return JSONResponse(anthropic_body(error, scope["state"]["request_id"]), error.status, error.headers)
+        case "ollama":
+            return JSONResponse(ollama_body(error), error.status, error.headers)
     return JSONResponse(error_body(error), error.status, error.headers)

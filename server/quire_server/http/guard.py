@@ -26,7 +26,8 @@ from quire_server.errors import (
     internal_error,
 )
 from quire_server.http.body_limits import BodyBudget, BodyHold, BodyLimit, BodyLimits, declared_bytes, put_hold
-from quire_server.http.envelopes import error_reply, is_anthropic
+from quire_server.http.envelopes import dialect_of_scope, error_reply
+from quire_server.http.own_requests import vouched_for
 from quire_server.settings import ServerLimits
 
 PAGES = frozenset(
@@ -97,18 +98,20 @@ class Guard:
         request_id = choose_request_id(scope["headers"])
         scope["root_path"] = self._root_path  # routes match with and without it, since not every proxy removes it
         scope.setdefault("state", {})["request_id"] = request_id
-        hold = BodyHold(self._budget)
+        hold, limit = BodyHold(self._budget), self._bodies.of(scope["path"])
         put_hold(scope, hold)
+        if limit.is_streamed:
+            hold.release()
         exchange = scope["state"]["exchange"] = Exchange(
             receive,
             send,
             request_id,
-            limit=self._bodies.of(scope["path"]),
+            limit=limit,
             declared=declared_bytes(scope["headers"]),
             hold=hold,
             body_seconds=self._limits.body_timeout,
         )
-        if is_anthropic(scope):
+        if dialect_of_scope(scope) == "anthropic":
             exchange.id_headers = ("x-request-id", "request-id")  # the second is what Anthropic's SDKs read
         try:
             await self._run(scope, exchange)
@@ -151,7 +154,9 @@ class KeyAuth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._is_elsewhere(scope["path"]):
-            key = find_key(scope["headers"], self._known())
+            known = self._known()
+            vouched = vouched_for(scope)
+            key = find_key(scope["headers"], known) if vouched is None else vouched.key(known)
             if key is None:
                 await send_error(Unauthorized(), scope, receive, send)
                 return
@@ -251,6 +256,7 @@ def _reply(scope: Scope, exchange: Exchange, seconds: float) -> Reply:
     )
 
 
+STREAMED_RATE = 64 << 10  # bytes a second that a streamed body must have on average, beyond the time of any body
 LINGER_SECONDS = 2.0
 QUIET_SECONDS = 0.3  # a client that sends nothing for so long has read the reply, or sends no more
 LINGER_BYTES = 16 << 20
@@ -304,6 +310,8 @@ class Exchange:
         elif message["type"] == "http.request":
             arrived = len(message.get("body", b""))
             self._body_bytes += arrived
+            if self._limit.is_streamed:
+                self._deadline += arrived / STREAMED_RATE
             self._body_complete = not message.get("more_body", False)
             if self._body_bytes > self._limit.max_bytes:
                 self._hold.release()

@@ -35,7 +35,7 @@ from quire_server.errors import (
 from quire_server.http.access import PROBES
 from quire_server.http.body import body_model
 from quire_server.http.body_limits import BodyLimits
-from quire_server.http.envelopes import AnthropicErrorBody, is_anthropic_path
+from quire_server.http.envelopes import AnthropicErrorBody, OllamaErrorBody, dialect_of
 from quire_server.http.guard import PUBLIC_PATHS, is_admin_path
 
 Document = dict[str, Any]  # JSON
@@ -53,7 +53,8 @@ WITH_BODY: tuple[type[ApiError], ...] = (
     DeadlineExceeded,
 )
 _REF = "#/components/schemas/{model}"
-_ENVELOPE, _ANTHROPIC_ENVELOPE = "ErrorResponse", "AnthropicErrorResponse"
+_ENVELOPE = "ErrorResponse"
+_ENVELOPES = {"openai": _ENVELOPE, "anthropic": "AnthropicErrorResponse", "ollama": "OllamaErrorResponse"}
 _BEARER = {"type": "http", "scheme": "bearer"}
 _METHODS = frozenset({"get", "post", "put", "patch", "delete"})
 
@@ -73,7 +74,9 @@ def complete(
         schemas.pop(name, None)
     schemas.update(_definitions(TypeAdapter(ErrorBody).json_schema(ref_template=_REF), _ENVELOPE))
     anthropic = TypeAdapter(AnthropicErrorBody).json_schema(ref_template=_REF)
-    schemas.update(_definitions(anthropic, _ANTHROPIC_ENVELOPE))
+    schemas.update(_definitions(anthropic, _ENVELOPES["anthropic"]))
+    ollama = TypeAdapter(OllamaErrorBody).json_schema(ref_template=_REF)
+    schemas.update(_definitions(ollama, _ENVELOPES["ollama"]))
     bodies = {
         (route.path_format, method.lower()): model
         for router in routers
@@ -165,8 +168,16 @@ def generation_responses(
     }
 
 
+def line_responses(reply: type[BaseModel]) -> dict[int | str, Document]:
+    """The OpenAPI responses object of a reply that is whole, or a stream of lines of the same form."""
+    schema = reply.model_json_schema(mode="serialization")
+    lines = {"schema": _inlined(schema, schema.get("$defs", {}))}
+    description = "lines of JSON, of which the last one is done; without 'stream' one that has all"
+    return {200: {"model": reply, "description": description, "content": {"application/x-ndjson": lines}}}
+
+
 def _envelope(path: str) -> str:
-    return _ANTHROPIC_ENVELOPE if is_anthropic_path(path) else _ENVELOPE
+    return _ENVELOPES[dialect_of(path)]
 
 
 def _inlined(schema: Any, definitions: Document) -> Any:

@@ -14,13 +14,14 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire_server.errors import QueueFull, ShuttingDown, error_body
-from quire_server.http.envelopes import error_reply, is_anthropic
+from quire_server.http.envelopes import dialect_of_scope, error_reply
 from quire_server.http.guard import is_admin_path, send_error
 
 QUEUED_PATHS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/infill"),
     *("/v1/embeddings", "/v1/score", "/score", "/invocations"),
     *("/v1/rerank", "/v2/rerank", "/rerank", "/classify", "/v1/classify"),
+    *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
 )
 _LATELY_SECONDS = 1.0  # requests that are sent or prepared for longer are not counted
 _STATE, _KEY = "state", "underway"
@@ -143,7 +144,7 @@ class RefuseWhenFull:
             has_arrived(scope)
 
     async def _refuse(self, error: QueueFull, scope: Scope, receive: Receive, send: Send) -> None:
-        if is_anthropic(scope):  # its body has the request's id
+        if dialect_of_scope(scope) != "openai":  # Anthropic's body has the request's id
             await error_reply(error, scope)(scope, receive, send)
             return
         known = self._bodies.get(error.message)

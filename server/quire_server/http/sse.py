@@ -22,6 +22,7 @@ from quire_server.http.disconnect import until_disconnect
 
 Item = TypeVar("Item")
 
+EVENTS = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -48,8 +49,6 @@ class EventStream(Response, Generic[Item]):
     are in-band. 0 is never.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self,
         items: AsyncGenerator[Item],
@@ -60,8 +59,10 @@ class EventStream(Response, Generic[Item]):
         headers: Mapping[str, str],
         keep_alive_seconds: float,
         keep_alive: bytes = KEEP_ALIVE,
+        media_type: str = EVENTS,
     ) -> None:
         self.status_code = 200
+        self.media_type = media_type
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         self._items = items

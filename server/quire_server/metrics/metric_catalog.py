@@ -765,3 +765,20 @@ class PlanMetrics:
         for op in plan.replaced_ops:
             self.kernels_replaced.set(1, op)
         self.load_seconds.set(plan.load_seconds)
+
+
+class BatchMetrics:
+    """The lines of batches, which are requests too and counted among these as well."""
+
+    def __init__(self, values: Values) -> None:
+        self._lines = values.counter(
+            "quire_batch_lines",
+            "Lines of batches that have got their result: completed, or failed with an error.",
+            ("outcome",),
+            children=[("completed",), ("failed",)],
+        )
+        self.backlog = values.gauge("quire_batch_lines_open", "Lines of unfinished batches without a result.").set
+
+    def line(self, ok: bool) -> None:
+        """A line has got its result."""
+        self._lines.inc(1, "completed" if ok else "failed")

@@ -22,6 +22,7 @@ from quire_server.metrics.metric_catalog import (
     REJECT_REASONS,
     REQUEST_SECONDS,
     STALL_SECONDS,
+    BatchMetrics,
     EngineMetrics,
     MinuteMetrics,
     PlanMetrics,
@@ -80,6 +81,7 @@ class Metrics:
         self._minute = MinuteMetrics(values)
         self.tenants = TenantMetrics(values, tenants)
         self._adapters = AdapterMetrics(values)
+        self.batches = BatchMetrics(values)
         self.observe_step = self._engine.observe  # once per step
         self.engine_restarted = self._engine.restarted
         self.replica_restarted = self._engine.restarts.inc  # of several, whose totals go on

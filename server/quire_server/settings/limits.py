@@ -22,6 +22,9 @@ class ServerLimits:
     max_text_bytes_queued: int = 64 << 20  # of texts that are tokenized or wait for it
     max_reply_bytes_waiting: int = 256 << 20  # of replies above 256 KiB that are made or sent
     response_store_bytes: int = 64 << 20  # of past responses; the longest unused go first
+    # What clients keep on the disk, with --batch-dir.
+    max_file_bytes: int = 200 << 20  # of one upload
+    max_files_bytes: int = 10 << 30  # of all files of a tenant, or a key; outputs count, but are never refused
     # Clients that read slowly.
     stream_buffer_tokens: int = 256  # waiting for a stream's client; beyond, its request is set aside
     client_min_rate: int = 64  # bytes a second, over the whole of `client_write_timeout`; who takes less is cut off

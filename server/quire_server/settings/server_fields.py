@@ -85,6 +85,9 @@ class ServerFields(BaseModel):
     response_store_size: Annotated[int, Field(ge=0)] = option(
         1024, "Limits", "past responses of /v1/responses kept to be read and continued; 0 keeps none"
     )
+    batch_dir: Path | None = option(
+        None, "Limits", "folder that keeps /v1/files and /v1/batches over restarts; default: none are kept"
+    )
 
     # -- Streaming
     stream_interval: Positive = option(1, "Streaming", "tokens per streamed chunk; the first comes at once", "tokens")

@@ -73,6 +73,45 @@ BODIES: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     **dict.fromkeys(("/classify", "/v1/classify"), ({"input": [MARK]},)),
     "/infill": ({"input_prefix": MARK, "input_suffix": "a", "n_predict": 4},),
+    "/api/chat": (
+        {
+            "model": "quire-demo",
+            "messages": [{"role": "user", "content": MARK}],
+            "options": {"num_predict": 4},
+            "stream": False,
+        },
+        {
+            "model": "quire-demo",
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+                {"role": "tool", "tool_name": "f", "content": MARK},
+            ],
+            "options": {"num_predict": 4, "stop": ["@@"]},
+            "tools": [_TOOL],
+        },
+        {
+            "model": "quire-demo",
+            "messages": [{"role": "user", "content": "a"}],
+            "format": _SCHEMA,
+            "options": {"num_predict": 4},
+        },
+    ),
+    "/api/generate": (
+        {"model": "quire-demo", "prompt": MARK, "options": {"num_predict": 4}},
+        {
+            "model": "quire-demo",
+            "prompt": MARK,
+            "raw": True,
+            "stream": False,
+            "logprobs": True,
+            "options": {"num_predict": 4},
+        },
+    ),
+    "/api/embed": ({"model": "quire-demo", "input": [MARK]},),
+    "/api/embeddings": ({"model": "quire-demo", "prompt": MARK},),
+    "/api/show": ({"model": "quire-demo"},),
+    "/v1/batches": ({"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"},),
     "/tokenize": (
         {"prompt": MARK},
         {"messages": [{"role": "user", "content": MARK}], "tools": [_TOOL], "chat_template_kwargs": {}},
@@ -143,10 +182,15 @@ def cases(facts: Facts) -> Iterator[Case]:
 
 
 def _posts(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The routes that take a body; what operators may do to a server is no client's."""
+    """The routes that take a body of JSON; what operators may do to a server is no client's."""
     for path, operations in document["paths"].items():
-        if "requestBody" in operations.get("post", {}) and not path.startswith(OPERATORS):
+        if takes_json(operations.get("post", {})) and not path.startswith(OPERATORS):
             yield path, operations["post"]
+
+
+def takes_json(operation: dict[str, Any]) -> bool:
+    """Whether an operation of the document has a body of JSON, and no form."""
+    return "application/json" in operation.get("requestBody", {}).get("content", {})
 
 
 def _good(facts: Facts, path: str, validator: Draft202012Validator) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""Shows the progress of a model's load: a bar on a terminal, a line every few seconds elsewhere.
+"""Shows the progress of a model's load, or of a batch: a bar on a terminal, a line every few seconds elsewhere.
 
 Promises: a load of a second shows nothing; all output goes to stderr and ends with the load. Must not know: processes.
 """
@@ -106,3 +106,34 @@ async def show(latest: Callable[[], Word | None], loaded: asyncio.Future[Any], *
             if word is not None:
                 update(word.phase, word.done, word.total)
             await asyncio.wait([loaded], timeout=_LOOK_SECONDS)
+
+
+Answered = Callable[[int, int, int], None]  # lines with a result, of how many (0: not known), those with errors
+
+
+@contextmanager
+def answered_lines(*, bar: bool, clock: Callable[[], float] = time.monotonic) -> Iterator[Answered]:
+    """Yields the function to call with the progress of a batch: a bar, or a line in the log every few seconds."""
+    if not bar:
+        said = clock()
+
+        def say(done: int, total: int, failed: int) -> None:
+            nonlocal said
+            if clock() - said >= _SECONDS_BETWEEN_LINES:
+                said = clock()
+                log.info("%d of %d lines, %d with errors", done, total, failed)
+
+        yield say
+        return
+    # Imported here, since a run without a terminal does not need it.
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+    columns = (TextColumn("answered lines"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[errors]} errors"), console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=None, errors=0)
+
+        def draw(done: int, total: int, failed: int) -> None:
+            progress.update(task, total=total or None, completed=done, errors=failed)
+
+        yield draw

@@ -13,6 +13,7 @@ from quire_server.answering.choice import Answer, ChoiceDelta, Thought, pieces
 from quire_server.answering.generation import Generation, Usage
 from quire_server.answering.prepare import Job
 from quire_server.answering.rendering import ReplyHead
+from quire_server.dialects.tools import arguments_object
 from quire_server.errors import ApiError, NotReady
 from quire_server.http.envelopes import anthropic_body
 from quire_server.text.parsing.calls import CallDelta
@@ -72,7 +73,7 @@ class Content:
         start, text = self._open.start, "".join(self._open.pieces)
         whole = dict(start)
         if start["type"] == "tool_use":
-            whole["input"] = _object(text)
+            whole["input"] = arguments_object(text)
         elif start["type"] == "text":
             whole["text"] = text
         else:
@@ -122,15 +123,6 @@ def _delta(kind: str, **fields: object) -> dict[str, object]:
 def _use_id(call_id: str) -> str:
     """The id for clients. Ids that are not of OpenAI's form are required by the model's template and stay."""
     return f"toolu_{call_id.removeprefix('call_')}" if call_id.startswith("call_") else call_id
-
-
-def _object(text: str) -> dict[str, Any]:
-    """A tool use's input; empty where the model was cut off or has not written an object."""
-    try:
-        value = msgspec.json.decode(text.encode())
-    except (msgspec.DecodeError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _signature(thought: str) -> str:

@@ -1,0 +1,1 @@
+"""Ollama's API, for editors and plugins that take nothing else."""

@@ -1,0 +1,107 @@
+"""The facts of the served models in Ollama's words: lists, details, capabilities."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+from pathlib import Path
+
+from quire_server.dialects.ollama.reply import Capability, Details, ListedModel, RunningModel, ShownModel
+from quire_server.state import ServerState
+from quire_server.text.infilling import Infilling
+
+_NEVER = "9999-12-31T23:59:59Z"
+_UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
+
+
+def listed(state: ServerState, name: str) -> ListedModel:
+    """A served name, of the model or an adapter, in /api/tags."""
+    size, digest = _size_and_digest(state, name)
+    return ListedModel(
+        name=name, model=name, modified_at=_since(state, name), size=size, digest=digest, details=_details(state, name)
+    )
+
+
+def running(state: ServerState, name: str) -> RunningModel:
+    """The same in /api/ps."""
+    plan = state.whole_plan
+    size, digest = _size_and_digest(state, name)
+    whole = size + plan.kv_bytes
+    return RunningModel(
+        name=name,
+        model=name,
+        size=whole,
+        digest=digest,
+        details=_details(state, name),
+        expires_at=_NEVER,
+        size_vram=0 if plan.device == "cpu" else whole,
+        context_length=state.max_model_len,
+    )
+
+
+def shown(state: ServerState, name: str) -> ShownModel:
+    """The same in /api/show."""
+    plan = state.client.plan
+    family = _family(plan.architecture)
+    can_write = not plan.scheduler.why_no_text
+    capabilities: dict[Capability, bool] = {
+        "completion": can_write,
+        "tools": can_write and state.prompts is not None,
+        "thinking": can_write and state.formats.marks is not None,
+        "insert": can_write and Infilling.of(state.tokenizer) is not None,
+        "embedding": state.pooling.name != "none",
+    }
+    return ShownModel(
+        license="",
+        modelfile="",
+        parameters="\n".join(f"{key} {value:g}" for key, value in state.defaults.shown.items()),
+        template="" if state.prompts is None else state.tokenizer.chat_template or "",
+        details=_details(state, name),
+        model_info={
+            "general.architecture": family,
+            "general.basename": name,
+            "general.parameter_count": plan.num_parameters,
+            f"{family}.context_length": state.max_model_len,
+            f"{family}.vocab_size": plan.vocab_size,
+            f"{family}.embedding_length": plan.hidden_size,
+        },
+        capabilities=[capability for capability, has in capabilities.items() if has],
+        modified_at=_since(state, name),
+    )
+
+
+def _details(state: ServerState, name: str) -> Details:
+    plan = state.client.plan
+    family = _family(plan.architecture)
+    served = state.adapters.find(name)
+    is_gguf = Path(state.settings.model).suffix == ".gguf" or plan.stored_as.startswith("Q")
+    return Details(
+        parent_model="" if served is None else served.parent or state.model_names[0],
+        format="gguf" if is_gguf else "safetensors",
+        family=family,
+        families=[family],
+        parameter_size=_count(plan.num_parameters),
+        quantization_level=(plan.stored_as or plan.quantization or plan.dtype).upper(),
+    )
+
+
+def _size_and_digest(state: ServerState, name: str) -> tuple[int, str]:
+    plan, served = state.client.plan, state.adapters.find(name)
+    identity = f"{plan.checkpoint or plan.model} {'' if served is None else served.adapter.digest}"
+    return plan.weights_bytes, hashlib.sha256(identity.encode()).hexdigest()
+
+
+def _since(state: ServerState, name: str) -> str:
+    served = state.adapters.find(name)
+    loaded = int(state.started if served is None else served.loaded)
+    return datetime.fromtimestamp(loaded, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _family(architecture: str) -> str:
+    """`Qwen3ForCausalLM` is `qwen3`."""
+    return architecture.partition("For")[0].lower() or "unknown"
+
+
+def _count(parameters: int) -> str:
+    unit, letter = next(((unit, letter) for unit, letter in _UNITS if parameters >= unit), (1.0, ""))
+    return f"{parameters / unit:.1f}{letter}"

@@ -1,0 +1,199 @@
+"""The store of batches: what a process that ends anywhere leaves behind is whole, and each line has one result."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire_engine.errors import ConfigError
+from quire_server.batches.records import INPUT, Batch, Line, LineProblem, Owner, StoredFile, new_batch_id
+from quire_server.batches.store import BatchStore
+
+OWNER = Owner(name="key 1", key_digest="01")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[BatchStore]:
+    opened = BatchStore(tmp_path / "kept")
+    yield opened
+    opened.close()
+
+
+def kept(store: BatchStore, content: bytes = b"x", **fields: object) -> StoredFile:
+    file_id, target = store.new_content()
+    target.write(content)
+    file = StoredFile(
+        **{
+            "id": file_id,
+            "owner": OWNER.name,
+            "name": "in.jsonl",
+            "purpose": INPUT,
+            "num_bytes": len(content),
+            "created_at": store.now(),
+            **fields,
+        }
+    )
+    assert store.add_file(file, target, max_bytes=1 << 30)
+    return file
+
+
+def begun(store: BatchStore, num_lines: int = 3, **fields: object) -> Batch:
+    batch = Batch(
+        **{
+            "id": new_batch_id(),
+            "owner": OWNER,
+            "endpoint": "/v1/completions",
+            "input_file": kept(store).id,
+            "window": "24h",
+            "metadata": {"a": "b"},
+            "status": "validating",
+            "created_at": store.now(),
+            "expires_at": store.now() + 86_400,
+            "times": {},
+            **fields,
+        }
+    )
+    assert store.add_batch(batch, most_unfinished=100)
+    lines = [Line(number=n, custom_id=f"c{n}", offset=n, size=1) for n in range(1, num_lines + 1)]
+    assert store.add_lines(batch.id, lines) == []
+    found = store.begin(batch.id, model="m")
+    assert found is not None
+    return found
+
+
+def unfinished(line: Line) -> bytes:
+    return f"none {line.custom_id}".encode()
+
+
+def killed(folder: Path, to: Path) -> BatchStore:
+    """A store on what a process that was killed now has left."""
+    shutil.copytree(folder, to)
+    return BatchStore(to)
+
+
+def test_a_line_keeps_its_first_result(store: BatchStore) -> None:
+    batch = begun(store)
+    for result in (b"one", b"two"):
+        store.finish_line(batch.id, 2, result, ok=True)
+    found = store.batch(batch.id)
+    assert found is not None
+    assert (found.total, found.completed, found.failed) == (3, 1, 0)
+    assert [line.number for line in store.open_lines(batch.id, after=0, limit=9)] == [1, 3]
+    assert [line.number for line in store.open_lines(batch.id, after=1, limit=9)] == [3]
+    assert store.num_unfinished_lines() == 2
+
+
+def test_outputs_are_in_the_order_of_the_lines(store: BatchStore) -> None:
+    batch = begun(store, 1500)
+    with store._changes():  # at once, since each is on the disk before the next one
+        for number in range(1500, 0, -1):
+            store.finish_line(batch.id, number, b"%d" % number, ok=number % 3 != 0)
+    assert store.end_lines(batch.id, "completed") is not None
+    ended = store.finalize(batch.id, unfinished)
+    assert ended is not None
+    assert (ended.status, ended.completed, ended.failed) == ("completed", 1000, 500)
+    assert ended.output_file is not None
+    assert ended.error_file is not None
+    output, error = (store.content(each).read_bytes().split() for each in (ended.output_file, ended.error_file))
+    assert output == [b"%d" % n for n in range(1, 1501) if n % 3]
+    assert error == [b"%d" % n for n in range(1, 1501) if n % 3 == 0]
+    assert store.finalize(batch.id, unfinished) is None
+    file = store.file(OWNER.name, ended.output_file)
+    assert file is not None
+    assert file.num_bytes == store.content(file.id).stat().st_size
+
+
+def test_each_state_survives_a_kill(store: BatchStore, tmp_path: Path) -> None:
+    batch = begun(store)
+    store.finish_line(batch.id, 1, b"one", ok=True)
+    again = killed(tmp_path / "kept", tmp_path / "running")
+    assert again.unfinished() == store.unfinished()
+    assert [line.number for line in again.open_lines(batch.id, after=0, limit=9)] == [2, 3]
+    again.close()
+    store.finish_line(batch.id, 2, b"two", ok=True)
+    store.finish_line(batch.id, 3, b"three", ok=False)
+    store.end_lines(batch.id, "completed")
+    # It was killed while it wrote the output: the file has no row, and is written again.
+    leftover, content = store.new_content()
+    content.write(b"half")
+    content.flush()
+    again = killed(tmp_path / "kept", tmp_path / "ending")
+    assert not again.content(leftover).exists()
+    ended = again.finalize(batch.id, unfinished)
+    assert ended is not None
+    assert ended.output_file is not None
+    assert again.content(ended.output_file).read_bytes() == b"one\ntwo\n"
+    assert len(list((tmp_path / "ending" / "files").iterdir())) == 3
+    again.close()
+    content.close()
+
+
+def test_what_was_not_run_is_told_at_the_end(store: BatchStore) -> None:
+    batch = begun(store)
+    store.finish_line(batch.id, 2, b"two", ok=True)
+    cancelled = store.cancel(OWNER.name, batch.id)
+    assert cancelled is not None
+    assert cancelled.status == "cancelling"
+    assert store.end_lines(batch.id, "completed") is None, "it ends already"
+    ended = store.finalize(batch.id, unfinished)
+    assert ended is not None
+    assert (ended.status, ended.total, ended.completed, ended.failed) == ("cancelled", 3, 1, 2)
+    assert ended.error_file is not None
+    assert store.content(ended.error_file).read_bytes() == b"none c1\nnone c3\n"
+    assert ended.times.keys() >= {"in_progress", "cancelling", "cancelled"}
+
+
+def test_the_same_id_twice_is_found_over_all_lines(store: BatchStore) -> None:
+    batch = begun(store, 2)
+    twice = [Line(number=3, custom_id="c1", offset=3, size=1), Line(number=4, custom_id="c4", offset=4, size=1)]
+    assert store.add_lines(batch.id, twice) == twice[:1]
+    other = begun(store, 2)
+    assert other.total == 2, "another batch may have the same ids"
+
+
+def test_a_wrong_input_ends_a_batch(store: BatchStore) -> None:
+    batch = begun(store)
+    store.fail(batch.id, [LineProblem(code="a", message="b")])
+    assert [each.status for each in store.unfinished()] == ["in_progress"], "its input was right before"
+    fresh = Batch(**{**{name: getattr(batch, name) for name in batch.__dataclass_fields__}, "id": "b2", "total": 0})
+    assert store.add_batch(fresh, most_unfinished=2)
+    assert not store.add_batch(fresh, most_unfinished=2)
+
+
+def test_files_that_are_over_go_unless_a_batch_reads_them(store: BatchStore, tmp_path: Path) -> None:
+    old, read = kept(store, expires_at=store.now()), kept(store, expires_at=store.now())
+    begun(store, input_file=read.id)
+    new = kept(store, expires_at=store.now() + 1000)
+    assert store.file(OWNER.name, old.id) is None
+    assert store.delete_expired() == 1
+    assert not store.content(old.id).exists()
+    assert store.content(read.id).exists()
+    assert store.file("another", new.id) is None
+    found = store.files(OWNER.name, purpose=None, after=None, limit=9, newest_first=True)
+    assert new in found
+    assert old not in found
+
+
+def test_folders_that_cannot_work_are_refused(store: BatchStore, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="another server uses it"):
+        BatchStore(tmp_path / "kept")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--batch-dir .*below: cannot be used"):
+        BatchStore(tmp_path / "file" / "below")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "batches.sqlite").write_bytes(b"no database" * 100)
+    with pytest.raises(ConfigError, match="its database cannot be used"):
+        BatchStore(tmp_path / "broken")
+    later = tmp_path / "later"
+    BatchStore(later).close()
+    with sqlite3.connect(later / "batches.sqlite") as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(ConfigError, match="another version"):
+        BatchStore(later)
+    with pytest.raises(ConfigError, match="another version"):
+        BatchStore(later)  # the lock was given back
