@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -134,6 +135,22 @@ def test_rows_of_several_kinds_get_what_each_gets_alone() -> None:
         weight = kernels.pack_stored([[matrix]], None)
         alone = ops.norm_linear(x, None, weight, Addend(slots=slots, matrices=(ops.pack(one),)))
         assert torch.equal(values, alone)
+
+
+def test_the_matrices_of_an_adapter_lie_in_one_piece_of_memory() -> None:
+    """Which begins on a huge page, and is filled without gaps but for alignment."""
+    ops = kernel_set(VARIANTS[0]).adapted
+    assert ops is not None
+    packed = [ops.pack(low_rank(*SHAPES[i], i, gate_up=False)) for i in (1, 3)]
+    bound = ops.bind((packed[0], None, packed[1]))
+    assert bound[1] is None
+    given, kept = (
+        [tensor for one in all_of for tensor in one.memory.values()] for all_of in (packed, (bound[0], bound[2]))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(given, kept, strict=True))
+    ends = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in kept]
+    assert ends[0][0] % (2 << 20) == 0
+    assert all(0 <= begin - end < 64 for (_, end), (begin, _) in pairwise(ends))
 
 
 def test_what_does_not_fit_is_refused() -> None:

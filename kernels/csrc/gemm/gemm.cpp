@@ -155,6 +155,12 @@ class PanelSource {
   From from_;
 };
 
+// What adapters add to the panel that follows; nothing where none is known.
+Beside needed_beside(const Output& out, int64_t next_panel) {
+  if (out.expander == nullptr || next_panel < 0) return {};
+  return out.expander->needed(out.first_panel + next_panel);
+}
+
 // Kinds whose products are steps alike, in slices of k.
 template <typename Kind>
 void gemm_stepped(Deal& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, float* partial,
@@ -170,7 +176,7 @@ void gemm_stepped(Deal& pieces, int worker, const Linear& w, const Rows& rows, c
     const int64_t first_tile = partition.first_tile(piece.begin), end_tile = partition.end_tile(piece.begin);
     const int64_t num_passes = count_passes(placing, first_tile, end_tile, pass_vecs);
     const PanelSource<Kind> source(w, panel, keeps_decoded(placing, end_tile - first_tile), decoded);
-    const Prefetcher prefetcher(num_passes, source.step_bytes(), kStepBytes / 4);
+    const Prefetcher prefetcher(num_passes, source.step_bytes(), kStepBytes / 4, needed_beside(out, next_panel));
     const Cold cold = panel == fetched ? Cold::kNo : num_passes == 1 ? Cold::kOnce : Cold::kShared;
     if (w.scales != nullptr) prefetch<kPanelRows * 4>(w.scales + panel * kPanelRows);
     if (w.sums != nullptr) prefetch<kPanelRows * 4>(w.sums + panel * kPanelRows);

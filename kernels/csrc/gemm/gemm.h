@@ -40,7 +40,7 @@ struct Output {
   Best* best = nullptr;               // kBest: the worker's own, one for each row; `data` is not used
   const uint64_t* allowed = nullptr;  // kBest: [m, panels] bits of columns that may be the best, or null: all may
   float scale = 1.0f;                 // kAdd: of the sums
-  const Addend* addend = nullptr;     // what adapters add to the sums, or null
+  Expander* expander = nullptr;       // the worker's own: what adapters add to the sums, or null
   const Linear* whole = nullptr;      // the matrix that the one given is a part of, from its panel `first_panel` on
   int64_t first_panel = 0;
 };

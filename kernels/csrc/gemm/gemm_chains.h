@@ -47,6 +47,7 @@ template <typename Kind, int kRows, typename Steps>
       for (int64_t line = 0; line < ahead.lines; ++line) {
         __builtin_prefetch(ahead.at + step * ahead.per_step + line * 64, 0, 2);
       }
+      if (step < ahead.beside.count) __builtin_prefetch(ahead.beside.lines[step], 0, 2);
       Pairs weights[kVecs];
       steps.next(weights, 0);
       unrolled<2>([&](auto part) {

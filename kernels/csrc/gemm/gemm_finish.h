@@ -104,7 +104,9 @@ void finish(const Linear& w, const Rows& rows, const Output& out, int64_t row, i
   for (int64_t r = row; r < row + live; ++r, sums += kPanelRows) {
     Vec value[kVecs];
     scaled.row(r, sums, value);
-    if (out.addend != nullptr) add_low_rank(*out.addend, r, panel, value);
+    if (const float* added = out.expander == nullptr ? nullptr : out.expander->of(r, panel)) {
+      unrolled<kVecs>([&](auto v) { value[v] = vadd(value[v], vload(added + v * kLanes)); });
+    }
     if constexpr (kEpilogue == Epilogue::kBest) {
       const uint64_t allowed = out.allowed == nullptr ? ~uint64_t{0} : out.allowed[r * panel_count(w) + panel];
       keep_best(value, first, columns, allowed, out.best + r);

@@ -63,6 +63,7 @@ template <typename Kind, int kRows, int kWide, typename Steps>
     for (int64_t line = 0; line < ahead.lines; ++line) {
       __builtin_prefetch(ahead.at + step * ahead.per_step + line * 64, 0, 2);
     }
+    if (step < ahead.beside.count) __builtin_prefetch(ahead.beside.lines[step], 0, 2);
     typename Kind::Lane weights[kWide];
     steps.next(weights, first);
     const auto factor = [&](auto part, auto r) {

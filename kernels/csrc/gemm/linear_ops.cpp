@@ -20,7 +20,8 @@ constexpr int64_t kPreparedTogether = 8;  // rows: short enough to be dealt even
 struct Input {
   const bf16* data;  // [m, columns]
   int64_t m;
-  const Norm* norm;  // of the columns, or null: none
+  const Norm* norm;                      // of the columns, or null: none
+  const Shrinking* shrinking = nullptr;  // what adapters need of the rows, or null: nothing
 };
 
 template <typename Kind>
@@ -55,12 +56,15 @@ struct Memory {
   int64_t prepared, own;
 };
 
-// prepare(row, memory, own) for all `m` rows of k values, then multiply(worker, memory, own) by every worker.
+// prepare(row, memory, own) for all rows of k values, then multiply(worker, memory, own) by every worker. Between both
+// what adapters need.
 template <typename Prepare, typename Multiply>
-void run_prepared(Context& context, int64_t m, int64_t k, const Memory& sizes, const Prepare& prepare,
+void run_prepared(Context& context, const Input& in, int64_t k, const Memory& sizes, const Prepare& prepare,
                   const Multiply& multiply) {
   Pool& pool = context.pool;
-  const bool redundant = m * k <= kRedundantValues;
+  const int64_t m = in.m;
+  const Shrinking* shrinking = in.shrinking;
+  const bool redundant = shrinking == nullptr && m * k <= kRedundantValues;
   if (!redundant) context.shared.reserve(static_cast<size_t>(sizes.prepared));
   context.reserve_own(static_cast<size_t>(sizes.own + (redundant ? sizes.prepared : 0)));
   pool.run([&](int worker) {
@@ -71,18 +75,27 @@ void run_prepared(Context& context, int64_t m, int64_t k, const Memory& sizes, c
     } else {
       Piece rows;
       while (pool.first.take(worker, m, kPreparedTogether, &rows)) {
-        for (int64_t row = rows.begin; row < rows.end; ++row) prepare(row, memory, own);
+        for (int64_t row = rows.begin; row < rows.end; ++row) {
+          prepare(row, memory, own);
+          if (shrinking != nullptr) shrinking->prepare(row);
+        }
         pool.first.finish(rows.end - rows.begin);
       }
       pool.first.wait(worker, m);
     }
+    if (shrinking != nullptr) shrinking->run(worker);
     multiply(worker, memory, own);
   });
 }
 
-Output of_worker(Output out, int worker, int64_t m) {
-  if (out.best != nullptr) out.best += worker * m;
-  return out;
+// Calls multiply(out) with what is the worker's own.
+template <typename Multiply>
+void with_own(const Context& context, const Input& in, Output out, int worker, const Multiply& multiply) {
+  if (out.best != nullptr) out.best += worker * in.m;
+  if (in.shrinking == nullptr) return multiply(out);
+  Expander expander(in.shrinking->addend(), context.pool.third, in.shrinking->items(), worker);
+  out.expander = &expander;
+  multiply(out);
 }
 
 template <typename Kind>
@@ -96,7 +109,10 @@ void project_as(Context& context, const Linear& w, const Input& in, const Output
     context.reserve_own(static_cast<size_t>(sums_bytes));
     return pool.run([&](int worker) {
       char* own = context.own[static_cast<size_t>(worker)].data();
-      gemm_worker(pool.second, worker, w, {in.m, in.data, nullptr, nullptr}, of_worker(out, worker, in.m), own);
+      if (in.shrinking != nullptr) in.shrinking->run(worker);
+      with_own(context, in, out, worker, [&](const Output& to) {
+        gemm_worker(pool.second, worker, w, {in.m, in.data, nullptr, nullptr}, to, own);
+      });
     });
   }
   const auto prepare = [&](int64_t row, char* memory, char* own) {
@@ -105,9 +121,11 @@ void project_as(Context& context, const Linear& w, const Input& in, const Output
                       normed + whole_bytes);
   };
   const Memory sizes{rows_bytes<Kind>(w, in.m), sums_bytes + 2 * whole_bytes};
-  run_prepared(context, in.m, w.k, sizes, prepare, [&](int worker, char* memory, char* own) {
-    const Prepared<Kind> to(w, in.m, memory);
-    gemm_worker(pool.second, worker, w, {in.m, to.data, to.scales, to.sums}, of_worker(out, worker, in.m), own);
+  run_prepared(context, in, w.k, sizes, prepare, [&](int worker, char* memory, char* own) {
+    const Prepared<Kind> rows(w, in.m, memory);
+    with_own(context, in, out, worker, [&](const Output& to) {
+      gemm_worker(pool.second, worker, w, {in.m, rows.data, rows.scales, rows.sums}, to, own);
+    });
   });
 }
 
@@ -134,20 +152,21 @@ void project_stacked(Context& context, const Linear& w, const Input& in, const O
     if (apart) take_apart<Kind>(w, in.m, row, data, memory);
   };
   const Memory sizes{end, sums_bytes + aligned(w.k * 2)};
-  run_prepared(context, in.m, w.k, sizes, prepare, [&](int worker, char* memory, char* own) {
-    Output to = of_worker(out, worker, in.m);
-    to.whole = &w;
-    PanelQueue queue{context.pool.second, panels};
-    while (queue.fetch(worker)) {
-      int64_t part = 0;
-      for (to.first_panel = 0; queue.held.begin >= to.first_panel + panel_count(w.parts[part]); ++part) {
-        to.first_panel += panel_count(w.parts[part]);
+  run_prepared(context, in, w.k, sizes, prepare, [&](int worker, char* memory, char* own) {
+    with_own(context, in, out, worker, [&](Output to) {
+      to.whole = &w;
+      PanelQueue queue{context.pool.second, panels};
+      while (queue.fetch(worker)) {
+        int64_t part = 0;
+        for (to.first_panel = 0; queue.held.begin >= to.first_panel + panel_count(w.parts[part]); ++part) {
+          to.first_panel += panel_count(w.parts[part]);
+        }
+        const Linear& multiplied = w.parts[part];
+        Deal deal(queue, to.first_panel, panel_count(multiplied));
+        const auto* sums = reinterpret_cast<const int32_t*>(sums_of(memory, part));
+        gemm_worker(deal, worker, multiplied, {in.m, memory, nullptr, sums}, to, own);
       }
-      const Linear& multiplied = w.parts[part];
-      Deal deal(queue, to.first_panel, panel_count(multiplied));
-      const auto* sums = reinterpret_cast<const int32_t*>(sums_of(memory, part));
-      gemm_worker(deal, worker, multiplied, {in.m, memory, nullptr, sums}, to, own);
-    }
+    });
   });
 }
 
@@ -156,16 +175,21 @@ void project(Context& context, const Linear& w, const Input& in, const Output& o
   with_kind(w.kind, [&](auto kind) { project_as<decltype(kind)>(context, w, in, out); });
 }
 
+void project_adapted(Context& context, const Linear& w, Input in, const Output& out, const StepAdapters* adapters,
+                     int64_t site) {
+  if (adapters == nullptr) return project(context, w, in, out);
+  const Shrinking shrinking(context, *adapters, site, w, in.data, in.m, in.norm);
+  if (shrinking.any()) in.shrinking = &shrinking;
+  project(context, w, in, out);
+}
+
 }  // namespace
 
 QUIRE_API int32_t quire_norm_linear(Context* context, const Linear* w, const bf16* x, int64_t m, const Norm* norm,
                                     void* out, Epilogue epilogue, const StepAdapters* adapters, int64_t site) {
   return guarded(context, [&] {
-    Output to{epilogue, out, w->gate_up ? w->n / 2 : w->n, nullptr};
-    Addend addend{};
-    if (adapters != nullptr) addend = shrunk_rows(*context, *adapters, site, *w, x, m, norm);
-    if (addend.width > 0) to.addend = &addend;
-    project(*context, *w, {x, m, norm}, to);
+    const Output to{epilogue, out, w->gate_up ? w->n / 2 : w->n, nullptr};
+    project_adapted(*context, *w, {x, m, norm}, to, adapters, site);
   });
 }
 
@@ -174,10 +198,7 @@ QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16
   return guarded(context, [&] {
     Output to{Epilogue::kAdd, out, w->n, residual};
     to.scale = scale;
-    Addend addend{};
-    if (adapters != nullptr) addend = shrunk_rows(*context, *adapters, site, *w, x, m, nullptr);
-    if (addend.width > 0) to.addend = &addend;
-    project(*context, *w, {x, m, nullptr}, to);
+    project_adapted(*context, *w, {x, m, nullptr}, to, adapters, site);
   });
 }
 

@@ -1,6 +1,6 @@
-// The scaled A x of a product's rows, for the epilogue to add B of it.
+// The first half of what adapters add, the scaled A x of a product's rows, within the run of the pool that multiplies.
 //
-// Promises: the result is valid until the next call. Must not know: the product.
+// Promises: what it computes is valid until the next one is made. Must not know: the product.
 #pragma once
 
 #include "gemm/low_rank.h"
@@ -9,8 +9,36 @@
 
 namespace quire {
 
-// Of rows x [m, columns], after the norm if there is one. Throws std::bad_alloc. Call it while no other op runs.
-Addend shrunk_rows(Context& context, const StepAdapters& adapters, int64_t site, const Linear& w, const bf16* x,
-                   int64_t m, const Norm* norm);
+class Shrinking {
+ public:
+  // Of rows x [m, columns], after the norm if there is one. Throws std::bad_alloc. Make it while no other op runs.
+  Shrinking(Context& context, const StepAdapters& adapters, int64_t site, const Linear& w, const bf16* x, int64_t m,
+            const Norm* norm);
+
+  // Whether any row gets anything.
+  bool any() const { return addend_.groups.count > 0; }
+  const Addend& addend() const { return addend_; }
+  // Of `run`, whose worker has to wait for them.
+  int64_t items() const { return addend_.groups.count * chunks_; }
+
+  // Before `run` begins, each row once.
+  void prepare(int64_t row) const {
+    if (prepared_ != nullptr && addend_.of(row) != nullptr) prepare_row(row);
+  }
+  // By every worker: what is left, from the pool's `third` pieces.
+  void run(int worker) const;
+
+ private:
+  void prepare_row(int64_t row) const;
+
+  Pool& pool_;
+  const Linear& w_;
+  const bf16* const x_;
+  const Norm* const norm_;
+  Addend addend_;
+  float* shrunk_ = nullptr;
+  bf16* prepared_ = nullptr;  // [m, k]; null: rows are taken as they are
+  int64_t chunks_ = 0;        // of ranks
+};
 
 }  // namespace quire

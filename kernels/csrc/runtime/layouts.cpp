@@ -106,9 +106,7 @@ constexpr Layout kLayouts[] = {
     QUIRE_FIELD(LowRank, shrink),
     QUIRE_FIELD(LowRank, scales),
     QUIRE_FIELD(LowRank, expand),
-    QUIRE_FIELD(LowRank, starts),
-    QUIRE_FIELD(LowRank, firsts),
-    QUIRE_FIELD(LowRank, counts),
+    QUIRE_FIELD(LowRank, halves),
 
     QUIRE_STRUCTURE(StepAdapters),
     QUIRE_FIELD(StepAdapters, slots),

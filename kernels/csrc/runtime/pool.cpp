@@ -28,6 +28,7 @@ Pool::Pool(int threads, const int* cpus)
     : handover_(std::max(threads, 1), cpus),
       first(std::max(threads, 1), &handover_),
       second(std::max(threads, 1), &handover_),
+      third(std::max(threads, 1), &handover_),
       size_(std::max(threads, 1)) {
   try {
     for (int worker = 1; worker < size_; ++worker) {
@@ -87,6 +88,7 @@ void Pieces::wait(int worker, int64_t count) const {
 void Pool::start(Call call, const void* closure) {
   first.reset();
   second.reset();
+  third.reset();
   if (size_ == 1) return;
   call_ = call;
   closure_ = closure;

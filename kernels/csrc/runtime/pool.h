@@ -63,7 +63,7 @@ class Pool {
   int size() const { return size_; }
 
   // Calls body(worker) on the caller, which is worker 0, and on every worker that comes before the caller is through.
-  // So body must do what is left to do, in pieces of `first` or `second`, which start anew with each run.
+  // So body must do what is left to do, in pieces of `first`, `second` or `third`, which start anew with each run.
   template <typename Body>
   void run(const Body& body) {
     start(&invoke<Body>, &body);
@@ -83,7 +83,7 @@ class Pool {
   CoreHandover handover_;
 
  public:
-  Pieces first, second;
+  Pieces first, second, third;
 
  private:
   using Call = void (*)(const void*, int);

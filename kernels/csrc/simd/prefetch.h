@@ -28,6 +28,12 @@ inline void prefetch(Cold cold, const void* p) {
   if (cold == Cold::kShared) prefetch<kBytes>(p);
 }
 
+// Lines of memory that lie in several places.
+struct Beside {
+  const char* const* lines;  // [count]
+  int64_t count;
+};
+
 // The weights that come after those of a tile: they travel from memory to the second-level cache while it computes,
 // so that waiting for memory and computing take place at the same time.
 struct Ahead {
@@ -35,6 +41,7 @@ struct Ahead {
   const char* at;       // what every step fetches a part of
   int64_t per_step;     // bytes; for int4 per group
   int64_t lines;        // of 64 bytes, covering per_step; 0: nothing
+  Beside beside{};      // of these one with every step
 };
 
 }  // namespace quire

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire_kernels.cpu.context import Context
-from quire_kernels.cpu.low_rank import BoundAdapter, addend_args, pack_low_rank
+from quire_kernels.cpu.low_rank import addend_args, bind_adapter, pack_low_rank
 from quire_kernels.cpu.packing import PackedLinear
 from quire_kernels.cpu.signatures import NormArgs
 from quire_kernels.cpu.stored import STORED_KINDS, OffsetForm
@@ -58,7 +58,7 @@ class LinearOps:
         """The same with what adapters add."""
         return AdaptedOps(
             pack=pack_low_rank,
-            bind=BoundAdapter,
+            bind=bind_adapter,
             num_bytes=lambda low_rank: low_rank.num_bytes,
             itemsize=_BF16.itemsize,
             norm_linear=lambda x, norm, w, addend: self._normed(x, norm, w, Epilogue.STORE, addend),

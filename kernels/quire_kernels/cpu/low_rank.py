@@ -13,12 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire_kernels.cpu.context import map_huge
 from quire_kernels.cpu.packing import PackedLinear
 from quire_kernels.cpu.signatures import LowRankArgs, StepAdaptersArgs
 from quire_kernels.cpu.stored import K_MULTIPLE
 from quire_kernels.kernel_set import Addend, LowRankMatrix
 
 _HALF = 32  # rows of half a panel
+_ALIGNMENT = 64
 
 
 class PackedLowRank(NamedTuple):
@@ -65,13 +67,39 @@ def pack_low_rank(matrix: LowRankMatrix) -> PackedLowRank:
         "shrink": shrink,
         "scales": scales,
         "expand": packed,
-        "starts": starts,
-        "firsts": firsts.to(torch.int32),
-        "counts": counts.to(torch.int32),
+        # struct HalfRanks: eight bytes, then twice four.
+        "halves": torch.stack([starts, firsts + (counts << 32)], dim=1),
     }
-    addresses = {name: tensor.data_ptr() for name, tensor in memory.items()}
-    args = LowRankArgs(rank=ranks, **addresses)
-    return PackedLowRank(args, matrix.num_rows, matrix.num_inputs, matrix.gate_up, memory)
+    return PackedLowRank(_arguments(ranks, memory), matrix.num_rows, matrix.num_inputs, matrix.gate_up, memory)
+
+
+def _arguments(ranks: int, memory: Mapping[str, Tensor]) -> LowRankArgs:
+    return LowRankArgs(rank=ranks, **{name: tensor.data_ptr() for name, tensor in memory.items()})
+
+
+def bind_adapter(sites: Sequence[PackedLowRank | None]) -> BoundAdapter:
+    """The matrices of one adapter in one piece of memory on huge pages.
+
+    A step reads a little of every adapter for each panel. In small pages it would look up an address for every 4 KiB,
+    which takes as long as the reading itself.
+    """
+    sizes = [_aligned(tensor.nbytes) for site in sites if site is not None for tensor in site.memory.values()]
+    free = map_huge(sum(sizes))
+    moved: list[PackedLowRank | None] = []
+    for site in sites:
+        if site is None:
+            moved.append(None)
+            continue
+        memory = {}
+        for name, tensor in site.memory.items():
+            place, free = free[: tensor.nbytes], free[_aligned(tensor.nbytes) :]
+            memory[name] = place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        moved.append(site._replace(args=_arguments(site.args.rank, memory), memory=memory))
+    return BoundAdapter(moved)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class BoundAdapter:

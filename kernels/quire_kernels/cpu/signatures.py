@@ -167,9 +167,7 @@ class LowRankArgs(ctypes.Structure):
         ("shrink", c_void_p),
         ("scales", c_void_p),
         ("expand", c_void_p),
-        ("starts", c_void_p),
-        ("firsts", c_void_p),
-        ("counts", c_void_p),
+        ("halves", c_void_p),
     )
 
 
