@@ -26,7 +26,11 @@ from support.limits import engine_config
 from support.model_steps import Model, batch_of, random_ids, scheduled
 from support.offline import generate
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gemma4", "phi3", "granite", "olmo2", "glm4", "cohere2")
+FAMILIES = (
+    *("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gemma4", "phi3", "granite", "olmo2", "glm4", "cohere2"),
+    # With experts that all rows share: behind a gate, beside others that sigmoids choose, and with a norm after them.
+    *("qwen2_moe", "glm4_moe", "afmoe"),
+)
 FORMS = (  # of eight adapters
     {},
     {"rank": 1, "alpha": 1.0},
@@ -42,6 +46,7 @@ COMPUTED = {
     "reference": ({"family": "qwen3"}, {}),
     "bf16": (BF16, {"kernels": "cpu"}),
     "windows": ({"family": "gemma3", "dtype": "bfloat16"}, {"kernels": "cpu"}),
+    "a shared expert": ({"family": "glm4_moe", "dtype": "bfloat16"}, {"kernels": "cpu"}),
     "int8": (BF16, {"quantization": "int8"}),
     "int4": (BF16, {"quantization": "int4"}),
 }

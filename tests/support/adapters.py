@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
-_MODULE = re.compile(r"(model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+_proj))\.weight")
+# Without the gate that some attention has.
+_MODULE = re.compile(r"(model\.layers\.(\d+)\.(?:self_attn\.(?!gate_)|mlp\.|mlp\.shared_experts?\.)(\w+_proj))\.weight")
 
 
 def modules_of(model: Path) -> dict[str, tuple[int, int]]:

@@ -19,7 +19,7 @@ from quire_engine.execution.model_input import host_tensor
 from quire_engine.execution.models.adapter import ReadAdapter, most_adapter_bytes, read_adapter
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.served import ModelFacts
-from quire_engine.execution.models.weights import SITES
+from quire_engine.execution.models.sites import SITES
 from quire_engine.execution.step_tensors import StepTensors
 from quire_engine.types import Adapter, AdaptersInUse
 from quire_kernels.kernel_set import AdaptedOps, AdapterSites, KernelSet, LowRank, StepAdapters

@@ -24,7 +24,8 @@ from torch import Tensor
 from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.matrix_parts import Part
-from quire_engine.execution.models.weights import Site, expected_shapes, gate_up_parts, qkv_parts, site_of
+from quire_engine.execution.models.sites import Site, site_of
+from quire_engine.execution.models.weights import expected_shapes, gate_up_parts, qkv_parts
 from quire_kernels.kernel_set import LowRankMatrix, LowRankPart
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -64,9 +65,10 @@ _READ = frozenset(
         "init_lora_weights",
     }
 )
+_MLP = r"mlp(?:\.shared_experts?)?"
 _TENSOR = re.compile(
     r"base_model\.model\.(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d{1,6})\."
-    r"((?:self_attn|mlp)\.\w{1,64})\.lora_([AB])\.weight"
+    rf"((?:self_attn|{_MLP})\.\w{{1,64}})\.lora_([AB])\.weight"
 )
 _LITERAL = re.compile(r"\^?[\w.\\]{1,256}\$?")
 
@@ -150,7 +152,7 @@ def _module_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     found = {}
     for name, shape in expected_shapes(config).items():
         module = re.fullmatch(
-            r"(model\.layers\.\d+\.(?:self_attn|mlp)\.(?:q|k|v|qkv|o|gate|up|gate_up|down)_proj)\.weight", name
+            rf"(model\.layers\.\d+\.(?:self_attn\.(?:q|k|v|qkv|o)|{_MLP}\.(?:gate|up|gate_up|down))_proj)\.weight", name
         )
         if module is not None:
             found[module[1]] = (shape[0], shape[1])
@@ -304,6 +306,10 @@ def _matrices(
         ]
         if config.has_mlp(index):
             places += [("gate_up", list(gate_up_parts(config, index))), ("down", [Part(prefix + "mlp.down_proj")])]
+        elif config.experts is not None and config.experts.shared_inner:
+            shared = f"{prefix}mlp.{config.experts.entry.shared}."
+            gate_up_of_shared = [Part(shared + "gate_proj"), Part(shared + "up_proj")]
+            places += [("gate_up", gate_up_of_shared), ("down", [Part(shared + "down_proj")])]
         for place, parts in places:
             made, row = [], 0
             for part in parts:

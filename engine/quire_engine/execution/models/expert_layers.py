@@ -15,6 +15,7 @@ from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.experts import EXPERT_SCALES, OWN_NORM, SELECTION_BIAS
 from quire_engine.execution.models.experts_config import ExpertsConfig
 from quire_engine.execution.models.matrix_parts import Part, WeightSource
+from quire_engine.execution.models.sites import site_of
 from quire_kernels.kernel_set import (
     ExpertMatrices,
     GateWide,
@@ -43,15 +44,17 @@ class ExpertLayers:
         self._pack_router, self._name = kernels.pack_router, kernels.name
         self._computes_gates = kernels.gate_rows is not None
 
-    def ops(self, prefix: str, known: ExpertsConfig, norm: Norm | None, after: Norm | None) -> Iterator[LayerOp]:
+    def ops(self, index: int, known: ExpertsConfig, norm: Norm | None, after: Norm | None) -> Iterator[LayerOp]:
         """Experts in place of an MLP, and the shared one if there is one. `after`: a norm of what they give."""
+        prefix = f"model.layers.{index}."
         scale = self._config.residual_scale if after is None else 1.0
         if known.shared_inner:
-            yield from self._shared(prefix, known, norm)
+            yield from self._shared(index, known, norm)
         yield self._mix(prefix, prefix, known, norm, to_residual=after is None)
         if known.shared_inner:  # it read x before the experts were added
             down = self._matrix(prefix + "shared_down", [Part(f"{prefix}mlp.{known.entry.shared}.down_proj")])
-            yield LinearAdd(source="wide", weight=down, scale=scale, to="x" if after is None else "y")
+            to, site = "x" if after is None else "y", site_of(index, "down")
+            yield LinearAdd(source="wide", weight=down, scale=scale, to=to, site=site)
         if after is not None:
             yield NormAdd(norm=after)
 
@@ -63,12 +66,14 @@ class ExpertLayers:
         yield NormHold(norm=of_experts, adds=True)
         yield NormAdd(norm=after, scale=scale, source="held")
 
-    def _shared(self, prefix: str, known: ExpertsConfig, norm: Norm | None) -> Iterator[LayerOp]:
+    def _shared(self, index: int, known: ExpertsConfig, norm: Norm | None) -> Iterator[LayerOp]:
         """The expert that every row has, up to its last matrix."""
+        prefix = f"model.layers.{index}."
         name, place = f"{prefix}mlp.{known.entry.shared}.", prefix + "shared_gate_up"
         gate, up = ([Part(f"{name}{side}_proj.weight")] for side in ("gate", "up"))
         weight = self._source.gate_up(place, gate, up, [])
-        yield NormGateUp(norm=norm, weight=weight, activation=self._config.activation)
+        site = site_of(index, "gate_up")
+        yield NormGateUp(norm=norm, weight=weight, activation=self._config.activation, site=site)
         if known.entry.shared_gate is not None:
             if not self._computes_gates:
                 raise ModelLoadError(f"{self._config.architecture}: the {self._name} kernels gate no rows")

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +31,7 @@ from quire_engine.execution.models.experts_config import ExpertsConfig
 from quire_engine.execution.models.gguf_tensors import take_gguf
 from quire_engine.execution.models.matrix_parts import Part, WeightSource
 from quire_engine.execution.models.rope import rope_table
+from quire_engine.execution.models.sites import site_of
 from quire_engine.execution.packed.image import ALIGNMENT, Image, ImageWriter
 from quire_engine.execution.progress import Progress, Tell, tell_nobody
 from quire_engine.kv_groups import KVLayout, one_group
@@ -62,7 +62,6 @@ _HEADS = (_HEAD, "score.weight")  # the second one is a classifier's, which the 
 EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
-Site = Literal["qkv", "o", "gate_up", "down"]
 # Of models that see and hear too; what is left beside these and the text part is an error.
 _OTHER_PARTS = (
     *("model.visual.", "visual.", "model.vision_tower.", "vision_tower.", "model.audio_tower.", "audio_tower."),
@@ -326,7 +325,7 @@ class _Layers:
         prefix = f"model.layers.{index}."
         after = self._norm_at(prefix, self._config.family.norms.after_mlp)
         if after is None or not self._config.has_mlp(index):
-            yield from self._experts.ops(prefix, known, norm, after)
+            yield from self._experts.ops(index, known, norm, after)
             return
         yield self._norm_gate_up(index, norm)
         yield Project(source="wide", weight=self._down(index), site=site_of(index, "down"))
@@ -448,15 +447,6 @@ def gate_up_parts(config: ModelConfig, index: int) -> tuple[Part, Part]:
         inner = config.intermediate_size
         return Part(mlp + "gate_up_proj", stop=inner), Part(mlp + "gate_up_proj", start=inner)
     return Part(mlp + "gate_proj"), Part(mlp + "up_proj")
-
-
-# The products of a layer that adapters add to, in the order of their sites.
-SITES: tuple[Site, ...] = ("qkv", "o", "gate_up", "down")
-
-
-def site_of(layer: int, site: Site) -> int:
-    """The number by which adapters know a layer's product."""
-    return layer * len(SITES) + SITES.index(site)
 
 
 class CheckpointSource:

@@ -130,6 +130,16 @@ def test_experts_are_refused_by_their_targets(tmp_path: Path) -> None:
         read_adapter(path, model_config("mixtral"), max_rank=16)
 
 
+def test_the_gate_of_attention_is_refused(tmp_path: Path) -> None:
+    """It has the name of an MLP's gate, which adapters do add to."""
+    path = write_adapter(tmp_path, shared_checkpoint("afmoe"), targets=("gate_proj",))
+    read_adapter(path, model_config("afmoe"), max_rank=16)
+    name = "base_model.model.model.layers.0.self_attn.gate_proj.lora_A.weight"
+    stored(lambda tensors: tensors.update({name: torch.zeros(4, 64)}))(path)
+    with pytest.raises(ModelLoadError, match=r"self_attn\.gate_proj.*: it belongs to no matrix that adapters add to"):
+        read_adapter(path, model_config("afmoe"), max_rank=16)
+
+
 @pytest.mark.parametrize("targets", ["all-linear", r".*\.(q|k)_proj", None])
 def test_where_an_expression_says_which_the_tensors_do(targets: str | None, tmp_path: Path) -> None:
     path = write_adapter(tmp_path, shared_checkpoint("qwen3"), target_modules=targets)
