@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from quire_kernels.kernel_set import KVFormat, NormLinear
 from quire_kernels.reference import REFERENCE
 from quire_kernels.reference.linear import Linear
 from quire_kernels.select import select
+from quire_kernels.stored import StoredKind
 from quire_kernels.verify.checks import (
     ModelSizes,
     attention_checks,
@@ -25,6 +27,7 @@ from quire_kernels.verify.experts import ExpertSizes, RoutingForm
 from quire_kernels.verify.findings import Check, Outcome, Subject, close
 from quire_kernels.verify.heads import Heads
 from quire_kernels.verify.repair import Irreplaceable, without
+from quire_kernels.verify.stored import StoredChecks
 from quire_kernels.verify.watch import run_checks
 
 CPU = torch.device("cpu")
@@ -192,7 +195,10 @@ FAULTS = [(op, number) for op, changes in WRONG.items() for number in range(len(
 @pytest.mark.parametrize(("op", "number"), FAULTS)
 def test_a_wrong_op_is_found_and_no_other_is_blamed(op, number):
     blamed = "new_kv" if op == "kv_block_bytes" else op
-    assert failed_ops(changed(op, WRONG[op][number])) == {blamed}
+    found = failed_ops(changed(op, WRONG[op][number]))
+    if op == "norm_linear":  # it multiplies stored matrices, too
+        found -= {"pack_stored"}
+    assert found == {blamed}
 
 
 EXPERTS = {
@@ -255,6 +261,32 @@ def test_a_wrong_routing_is_found(form, wrong):
     }
 
 
+@pytest.mark.parametrize("kind", get_args(StoredKind))
+def test_a_wrong_product_of_one_stored_kind_is_found_and_decoded(kind):
+    right = cpu_set(None, "auto")
+
+    def pack(matrices, bias):
+        changed = [
+            [one if one.kind != kind else replace(one, scales=one.scales.flip(0)) for one in each] for each in matrices
+        ]
+        return right.pack_stored(changed, bias)
+
+    wrong = replace(right, pack_stored=pack)
+    found = failures(StoredChecks(subject(wrong), (1, 7)).checks())
+    assert {each.op for each in found} == {"pack_stored"}
+    assert all(each.case.startswith(kind.replace("_", " ")) for each in found)
+    mended = without(wrong, ["pack_stored"], reference_pool=False, deterministic=True)
+    lacking = {"pack_stored": None, "embed_stored": None, "stored_bits": None, "stored_experts": False}
+    assert mended == replace(right, **lacking)
+    assert not list(StoredChecks(subject(mended), (1, 7)).checks())
+
+
+def test_wrong_rows_of_a_stored_embedding_are_found():
+    right = cpu_set(None, "auto")
+    wrong = replace(right, embed_stored=lambda w, ids: right.embed_stored(w, (ids + 1) % 130))
+    assert {each.op for each in failures(StoredChecks(subject(wrong), (1, 7)).checks())} == {"pack_stored"}
+
+
 def test_an_attention_that_forgets_the_window_is_found():
     windowed = replace(HEADS, window=20)
     wrong = changed("attention", lambda right: lambda q, shape, *rest: right(q, replace(shape, window=None), *rest))
@@ -293,7 +325,7 @@ def test_what_is_not_promised_is_told_and_no_fault():
     wrong = changed("norm_linear", not_invariant)
     found = list(run_checks(short_checks(subject(wrong, alone=False), SIZES), device=CPU))
     assert all(each.ok for each in found)
-    assert {each.op for each in found if each.alone is False} == {"norm_linear"}
+    assert {each.op for each in found if each.alone is False} == {"norm_linear", "pack_stored"}
     assert {each.op for each in found if each.alone} == {
         *("norm_gate_up", "linear_add", "norm_add", "mul_sigmoid", "logits", "rope_write", "attention")
     }

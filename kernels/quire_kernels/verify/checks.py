@@ -15,6 +15,7 @@ from quire_kernels.verify.heads import Heads
 from quire_kernels.verify.layers import layers_check
 from quire_kernels.verify.linear import LinearChecks, Matrix, embed_check
 from quire_kernels.verify.operands import Numbers
+from quire_kernels.verify.stored import StoredChecks
 
 ROWS = (1, 2, 3, 5, 8, 16, 24, 32, 64, 128)
 _FEW_ROWS = (1, 7)
@@ -83,6 +84,7 @@ def linear_checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
     for matrix in (*sizes.matrices, *_OTHER_MATRICES):
         for kind in numbers:
             yield from LinearChecks(subject, matrix, kind, ROWS).checks()
+    yield from StoredChecks(subject, ROWS).checks()
     if subject.kernels.mix_experts is not None:
         for experts in (*([sizes.experts.cut()] if sizes.experts else ()), *_OTHER_EXPERTS):
             yield from ExpertChecks(subject, experts, ROWS).checks()
@@ -105,6 +107,7 @@ def short_checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
     yield embed_check(subject, sizes.hidden)
     for matrix in sizes.matrices:
         yield from LinearChecks(subject, matrix, "normal", _FEW_ROWS).checks()
+    yield from StoredChecks(subject, _FEW_ROWS).checks()
     if subject.kernels.mix_experts is not None and sizes.experts is not None:
         yield from ExpertChecks(subject, sizes.experts.cut(), _FEW_ROWS).checks()
     for kind in _kinds(subject):

@@ -16,6 +16,7 @@ _FASTER = {
     "greedy": {"greedy", "logits"},
     "choose": {"choose"},
     "copy_blocks": {"copy_blocks"},
+    "pack_stored": {"pack_stored"},
     "bind_layers": {
         "bind_layers",
         "norm_linear",
@@ -74,8 +75,10 @@ def without(
                 if op in _ON_WEIGHTS
                 else "the reference's would not fit the others"
             )
-    if set(failed) & set(_ON_WEIGHTS):  # the reference's products take matrices of numbers
+    if set(failed) & {*_ON_WEIGHTS, "pack_stored"}:  # the reference's products take matrices of numbers
         changes["stored_bits"] = None
+    if "pack_stored" in failed:  # such matrices are decoded
+        changes |= {"embed_stored": None, "stored_experts": False}
     for op, depends in _FASTER.items():
         if depends & set(failed):
             changes[op] = None
