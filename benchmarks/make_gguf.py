@@ -37,7 +37,7 @@ _SCALES = {"Q4_K": ((0, 0.02 / 240), (2, 0.15 / 240)), "Q6_K": ((208, 0.02 / 137
 
 
 class Shape(NamedTuple):
-    """The dimensions of a model of the architecture `qwen3` or `llama`."""
+    """The dimensions of a model of the architecture `qwen3`, `qwen3moe` or `llama`."""
 
     architecture: str
     layers: int
@@ -49,10 +49,13 @@ class Shape(NamedTuple):
     vocabulary: int
     theta: float
     tied: bool
+    experts: int = 0  # of which `inner` is the width of one
+    chosen: int = 0
 
 
 SHAPES = {
     "qwen3-0.6b": Shape("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 1e6, True),
+    "qwen3-30b-a3b": Shape("qwen3moe", 48, 2048, 768, 32, 4, 128, 151936, 1e6, False, experts=128, chosen=8),
     "qwen3-4b": Shape("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, 1e6, True),
     "llama3-8b": Shape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 5e5, False),
 }
@@ -69,13 +72,16 @@ def tensors(shape: Shape) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         yield layer + "attn_k.weight", "Q4_K", (keys, shape.hidden)
         yield layer + "attn_v.weight", some, (keys, shape.hidden)
         yield layer + "attn_output.weight", "Q4_K", (shape.hidden, queries)
-        if shape.architecture == "qwen3":
+        if shape.architecture.startswith("qwen3"):
             yield layer + "attn_q_norm.weight", "F32", (shape.head_dim,)
             yield layer + "attn_k_norm.weight", "F32", (shape.head_dim,)
         yield layer + "ffn_norm.weight", "F32", (shape.hidden,)
-        yield layer + "ffn_gate.weight", "Q4_K", (shape.inner, shape.hidden)
-        yield layer + "ffn_up.weight", "Q4_K", (shape.inner, shape.hidden)
-        yield layer + "ffn_down.weight", some, (shape.hidden, shape.inner)
+        of, each = ("", ()) if not shape.experts else ("_exps", (shape.experts,))
+        if shape.experts:
+            yield layer + "ffn_gate_inp.weight", "F32", (shape.experts, shape.hidden)
+        yield f"{layer}ffn_gate{of}.weight", "Q4_K", (*each, shape.inner, shape.hidden)
+        yield f"{layer}ffn_up{of}.weight", "Q4_K", (*each, shape.inner, shape.hidden)
+        yield f"{layer}ffn_down{of}.weight", some, (*each, shape.hidden, shape.inner)
     yield "output_norm.weight", "F32", (shape.hidden,)
     if not shape.tied:
         yield "output.weight", "Q6_K", (shape.vocabulary, shape.hidden)
@@ -101,6 +107,12 @@ def metadata(shape: Shape) -> dict[str, Any]:
         "rope.freq_base": shape.theta,
         "rope.dimension_count": shape.head_dim,
     }
+    if shape.experts:
+        of |= {
+            "expert_count": shape.experts,
+            "expert_used_count": shape.chosen,
+            "expert_feed_forward_length": shape.inner,
+        }
     found: dict[str, Any] = {
         "general.architecture": shape.architecture,
         "general.type": "model",
@@ -148,14 +160,18 @@ def make(folder: Path, shape: Shape, name: str = "random-Q4_K_M.gguf") -> Path:
         file.write(b"".join(head))
         _pad(file)
         for place, (_, kind, sizes) in enumerate(listed):
-            if kind == "F32":
-                file.write(np.ones(sizes, np.float32).tobytes())
+            if kind == "F32":  # norms, and routers, which should choose now these and now those
+                file.write(_router(sizes, random) if len(sizes) > 1 else np.ones(sizes, np.float32).tobytes())
             else:
                 _write(file, pieces[kind], place * _STEP % _BLOCKS, _num_bytes(kind, sizes) // _KINDS[kind].num_bytes)
             _pad(file)
     for each in TOKENIZER:
         shutil.copy(demo_model_path() / each, folder / each)
     return path
+
+
+def _router(sizes: tuple[int, ...], random: np.random.Generator) -> bytes:
+    return (0.02 * random.standard_normal(sizes, dtype=np.float32)).tobytes()
 
 
 def _num_bytes(kind: str, sizes: tuple[int, ...]) -> int:

@@ -277,12 +277,15 @@ def test_rows_beside_plain_ones_are_decoded_and_the_plan_says_so(tmp_path: Path)
     assert kept == [STACKED, 0]
 
 
-@pytest.mark.parametrize("shape", ["qwen3-0.6b", "llama3-8b"])
+@pytest.mark.parametrize("shape", ["qwen3-0.6b", "llama3-8b", "qwen3-30b-a3b"])
 def test_random_files_for_measuring_are_served(shape: str, tmp_path: Path) -> None:
     small = make_gguf_file.SHAPES[shape]._replace(layers=2, hidden=256, inner=512, heads=4, kv_heads=2, head_dim=64)
+    if small.experts:
+        small = small._replace(experts=6, chosen=2)
     path = make_gguf_file.make(tmp_path, small._replace(vocabulary=2600))
     config = engine_config(model=str(unfolded(path)), device="cpu", dtype="bfloat16", kernels="cpu", kv_memory=4 << 20)
-    assert build(config).plan.stored_as == "GGUF, Q4_K, Q6_K"
+    routers = "F32, " if small.experts else ""
+    assert build(config).plan.stored_as == f"GGUF, {routers}Q4_K, Q6_K"
     model = Model(unfolded(path), dtype=torch.bfloat16, kernels=cpu_kernel_set(1))
     assert 0.2 < model.logits(random_ids(20), 20).std() < 20
 
