@@ -53,8 +53,9 @@ class ExpertLayers:
         yield self._mix(prefix, prefix, known, norm, to_residual=after is None)
         if known.shared_inner:  # it read x before the experts were added
             down = self._matrix(prefix + "shared_down", [Part(f"{prefix}mlp.{known.entry.shared}.down_proj")])
-            to, site = "x" if after is None else "y", site_of(index, "down")
-            yield LinearAdd(source="wide", weight=down, scale=scale, to=to, site=site)
+            yield LinearAdd(
+                source="wide", weight=down, scale=scale, to="x" if after is None else "y", site=site_of(index, "down")
+            )
         if after is not None:
             yield NormAdd(norm=after)
 
