@@ -2,7 +2,7 @@
 
 Promises: every kind of codes with forms of scales and offsets that checkpoints have; each product is compared with the
 dequantised matrix in float64, and some rows with the same row alone. All are findings about `pack_stored`, without
-which such matrices are decoded. Must not know: formats of files.
+which such matrices are decoded. Must not know: the engine.
 """
 
 from __future__ import annotations
