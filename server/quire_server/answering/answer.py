@@ -110,10 +110,12 @@ log = logging.getLogger("quire.requests")
 class Renderer(Protocol):
     """The JSON of one dialect's replies to one request; `body` yields pieces where a reply may be large.
 
-    `failure`: the frames that end a stream after an error.
+    `failure`: the frames that end a stream after an error. `around_text`: the bytes before and after the text's JSON in
+    a frame of a stream with one choice, after its first one; None: such a frame has more, or other, parts.
     """
 
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes: ...
+    def around_text(self) -> tuple[bytes, bytes] | None: ...
     def body(self, deltas: Sequence[ChoiceDelta]) -> bytes | Iterator[bytes]: ...
     def failure(self, error: ApiError) -> bytes: ...
 
@@ -170,6 +172,7 @@ async def answer(
             keep_alive_seconds=state.settings.sse_keep_alive_interval if keep_alive else 0.0,
             keep_alive=keep_alive,
             media_type=media_type,
+            on_way=lambda way: generation.way(way, rendering.frames, rendering.around_text()),
         )
     held = state.replies.hold()
     try:

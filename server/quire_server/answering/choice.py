@@ -142,6 +142,19 @@ class Choice:
             self._end(output)
         return count
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its tokens are text, with no parser and no stop strings."""
+        return self._parser is None and self._matcher is None
+
+    def take_plain(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens between the first and the last of a plain choice, of which every delta was taken.
+
+        They do as well in `absorb` and `take`, which are for all choices.
+        """
+        self._num_tokens += len(token_ids)
+        return self._detokenizer.push(token_ids)
+
     def take(self, interval: int) -> ChoiceDelta | None:
         """The delta that is due now, or None."""
         is_due = self.finish_reason is not None or not self._is_opened or self._num_unsent >= interval

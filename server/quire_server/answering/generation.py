@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
+
+import msgspec
 
 from quire_engine.types import DEADLINE_EXCEEDED, OF_THE_REQUEST, GenerationRequest, TokenLogprobs, TokenOutput
 from quire_server.answering.choice import Choice, ChoiceDelta, TextOptions
@@ -45,6 +47,7 @@ def error_of(output: TokenOutput) -> ApiError:
     return EngineFailed(error, culprit=output.culprit)
 
 
+_encode = msgspec.json.Encoder().encode
 Outcome = Literal["stop", "length", "abort", "error"]
 _LEAST_WAITING = 8  # fewest unread tokens per choice that mean a slow reader and not just a late event loop
 
@@ -59,6 +62,55 @@ class Usage:
     reasoning_tokens: int | None = None  # part of the completion tokens; None: reasoning is not parsed
     accepted_tokens: int | None = None  # with a prediction: guessed tokens that were right; None: there is none
     rejected_tokens: int = 0
+
+
+class Way(Protocol):
+    """The way to the client: `http.sse`'s, of one event stream."""
+
+    def is_clear(self) -> bool: ...
+    def write_now(self, chunk: bytes) -> None: ...
+
+
+class Lane:
+    """The fast lane of a stream: a token goes from the engine's step to its connection, with no task in between.
+
+    The lane serves the outputs between the first and the last of a stream with one choice, while everything before is
+    on its way to the client; all others wait for the stream's task, as where there is no lane. Both write the same
+    bytes: what an output means, and how it is rendered, is one code.
+    """
+
+    __slots__ = ("_absorb", "_choice", "_frames", "_interval", "_plain", "_prompt", "_way")
+
+    def __init__(
+        self,
+        way: Way,
+        prompt: _Prompt,
+        absorb: Callable[[TokenOutput, float], object],
+        frames: Callable[[Sequence[ChoiceDelta]], bytes],
+        interval: int,
+        *,
+        plain: Callable[[TokenOutput, float], bytes] | None,
+    ) -> None:
+        """`absorb`: takes in an output at a time; `frames`: renders deltas; `plain`: does both for a token whose frame
+        has its text and nothing else of its own; None: the stream's frames have more.
+        """
+        self._way, self._prompt, self._absorb = way, prompt, absorb
+        self._choice = prompt.choices[0]
+        self._frames, self._interval, self._plain = frames, interval, plain
+
+    def __call__(self, output: TokenOutput) -> bool:
+        """Pass an output on; False: it is for the stream's task, and nothing of it was taken in."""
+        if output.finish is not None or output.timing is not None or not (output.token_ids and self._way.is_clear()):
+            return False
+        is_plain = output.num_cached_tokens <= self._prompt.num_cached_tokens and output.predicted is None
+        if self._plain is not None and is_plain:
+            self._way.write_now(self._plain(output, time.monotonic()))
+            return True
+        self._absorb(output, time.monotonic())
+        delta = self._choice.take(self._interval)
+        if delta is not None:
+            self._way.write_now(self._frames((delta,)))
+        return True
 
 
 class Generation:
@@ -89,6 +141,8 @@ class Generation:
         self._tokenizer = tokenizer
         self._client = client
         self._metrics = metrics
+        # None: it is not streamed.
+        self._way: tuple[Way, Callable[[Sequence[ChoiceDelta]], bytes], tuple[bytes, bytes] | None] | None = None
         self._max_waiting = None if max_waiting is None else max(max_waiting, _LEAST_WAITING * self._num_choices())
 
     def _num_choices(self) -> int:
@@ -106,6 +160,7 @@ class Generation:
         failed = False
         try:
             await self._submit(stream, prompts)
+            stream.lane = self._lane(prompts)
             num_open = self._num_choices()
             async for outputs in stream:
                 now = time.monotonic()
@@ -138,6 +193,40 @@ class Generation:
             for prompt in prompts.values():
                 prompt.record.finish(_outcome(prompt.choices, failed))
 
+    def way(
+        self,
+        way: Way,
+        frames: Callable[[Sequence[ChoiceDelta]], bytes],
+        around: tuple[bytes, bytes] | None = None,
+    ) -> None:
+        """Where a stream's frames go, and what renders them; to be called before `deltas` is iterated.
+
+        `around`: the bytes before and after the text's JSON in a frame after the first one, if these are all of it.
+        """
+        self._way = way, frames, around
+
+    def _lane(self, prompts: dict[str, _Prompt]) -> Lane | None:
+        """The fast lane of a stream with one choice. Stop strings may end a choice anywhere, which is for the task."""
+        if self._way is None or self._num_choices() != 1 or self._options.stop:
+            return None
+        ((prompt,), (way, frames, around), interval) = prompts.values(), self._way, self._options.interval
+        plain = None
+        if around is not None and interval == 1 and prompt.choices[0].is_plain and self.usage.reasoning_tokens is None:
+            plain = self._plain(prompt, *around)
+        return Lane(way, prompt, lambda output, now: self._absorb(output, prompt, now), frames, interval, plain=plain)
+
+    def _plain(self, prompt: _Prompt, before: bytes, after: bytes) -> Callable[[TokenOutput, float], bytes]:
+        """Takes in an output and renders its frame, for a choice whose tokens are text and nothing else."""
+        usage, record, take = self.usage, prompt.record, prompt.choices[0].take_plain
+
+        def plain(output: TokenOutput, now: float) -> bytes:
+            count = len(output.token_ids)
+            usage.completion_tokens += count
+            record.tokens(0, count, now)
+            return b"%b%b%b" % (before, _encode(take(output.token_ids)), after)
+
+        return plain
+
     async def _submit(self, stream: RequestStream, prompts: dict[str, _Prompt]) -> None:
         """Queue all requests and add their prompts by id, those too that were queued before an error."""
         choices: list[list[Choice]] = []
@@ -146,9 +235,10 @@ class Generation:
                 await asyncio.sleep(0)  # many prompts with stop strings take tens of milliseconds
             choices.append(self._choices(number, request))
         # In one turn: the places of a list in the queue are all taken before those of another.
-        for number, request in enumerate(self.requests):
-            self._client.submit(request, stream)
-            prompts[request.request_id] = self._accepted(number, request, choices[number])
+        now = time.monotonic()
+        async for request in self._client.place(self.requests, stream):
+            number = len(prompts)
+            prompts[request.request_id] = self._accepted(number, request, choices[number], now)
 
     def _choices(self, number: int, request: GenerationRequest) -> list[Choice]:
         return [
@@ -156,12 +246,13 @@ class Generation:
             for i in range(request.n)
         ]
 
-    def _accepted(self, number: int, request: GenerationRequest, choices: list[Choice]) -> _Prompt:
+    def _accepted(self, number: int, request: GenerationRequest, choices: list[Choice], now: float) -> _Prompt:
         record = self._metrics.start(
             prompt_tokens=len(request.prompt_token_ids),
             max_tokens=request.stop.max_new_tokens,
             n=request.n,
             request_id=request.request_id,
+            started=now,
         )
         return _Prompt(request_id=request.request_id, number=number, choices=choices, record=record, num_open=request.n)
 

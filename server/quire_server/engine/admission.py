@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quire_engine.types import EngineStats, GenerationRequest, TenantStats
@@ -55,13 +55,13 @@ class TenantGate:
             kept[tenant.name] = state
         self._by_name = kept
 
-    def check_budgets(self, requests: Sequence[GenerationRequest], usage: UsageBook) -> None:
+    def check_budget(self, tenant: str, prompt_tokens: int, usage: UsageBook) -> None:
         """Check the budgets for all prompts of a client's request together. Raises BudgetSpent."""
-        state = self._by_name.get(requests[0].tenant)
+        state = self._by_name.get(tenant)
         if state is None:
             return
         try:
-            check_budgets(state.tenant, sum(len(each.prompt_token_ids) for each in requests), usage)
+            check_budgets(state.tenant, prompt_tokens, usage)
         except BudgetSpent as refusal:
             self._metrics.refused(state.tenant.name, refusal.code)
             raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 
 from quire_engine.config import EnginePlan
@@ -31,6 +31,15 @@ from quire_server.metrics.metrics import Metrics
 _FEW = 1  # requests underway to a full queue that are not counted, since they may never reach it
 
 
+def is_full(taken: int, seats: int, most: int, lately: int, underway: int) -> bool:
+    """Whether a queue of `most` places with `taken` ones has none for a request that comes now.
+
+    See `EngineClient.refusal` for the others.
+    """
+    soon = underway if taken >= seats else lately
+    return taken + max(0, soon - _FEW) >= most
+
+
 class RequestStream:
     """The outputs of accepted requests in the order of arrival; ends when none of the requests is live.
 
@@ -46,6 +55,9 @@ class RequestStream:
         self._max_waiting = max_waiting
         self._is_held = False
         self._waiter: asyncio.Future[None] | None = None
+        # Takes outputs for which the consumer waits; False: this one is for the consumer.
+        self.lane: Callable[[TokenOutput], bool] | None = None
+        self._failure: Exception | None = None  # of the lane
 
     def expect(self, request: GenerationRequest) -> None:
         """A request was accepted for this stream."""
@@ -68,6 +80,8 @@ class RequestStream:
                 await self._waiter
             finally:
                 self._waiter = None
+            if self._failure is not None:
+                raise self._failure
             if not self._buffer:
                 raise StopAsyncIteration
         outputs, self._buffer = self._buffer, []
@@ -75,6 +89,14 @@ class RequestStream:
 
     def deliver(self, output: TokenOutput) -> None:
         """Append an output of a live request."""
+        if self.lane is not None and self._waiter is not None and not self._buffer and not self._waiter.done():
+            try:
+                if self.lane(output):
+                    return
+            except Exception as error:  # of this stream's; others get their outputs
+                self.lane, self._failure = None, error
+                self._waiter.set_result(None)
+                return
         self._buffer.append(output)
         if self._waiter is not None:
             if not self._waiter.done():
@@ -83,15 +105,25 @@ class RequestStream:
             self._is_held = True
             self._client.hold(self._live.values())
         if output.finish is not None:
-            self._num_unfinished[output.request_id] -= 1
-            if self._num_unfinished[output.request_id] == 0:
-                self._client.release(self._live.pop(output.request_id), finished=True)
+            self.choice_ended(output.request_id)
+
+    def choice_ended(self, request_id: str) -> None:
+        """A choice of a live request has ended, and the request with its last one."""
+        self._num_unfinished[request_id] -= 1
+        if self._num_unfinished[request_id] == 0:
+            self._client.release(self._live.pop(request_id), finished=True)
 
     def abort(self, request_id: str) -> None:
         """Abort a request, if it is live."""
         request = self._live.pop(request_id, None)
         if request is not None:
             self._client.release(request, finished=False)
+
+    def dismiss(self, request_id: str) -> None:
+        """A request was refused after all, by the process that has the queue."""
+        request = self._live.pop(request_id, None)
+        if request is not None:
+            self._client.release(request, finished=True)
 
     def expire(self, request_id: str) -> None:
         """End a live request at its deadline."""
@@ -103,6 +135,16 @@ class RequestStream:
         request = self._live.pop(request_id)
         self._client.release(request, finished=False)
         self._wake()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether one of its requests is unfinished."""
+        return bool(self._live)
+
+    def unread(self) -> list[TokenOutput]:
+        """The unread outputs, which count as read from now on."""
+        outputs, self._buffer = self._buffer, []
+        return outputs
 
     def request(self, request_id: str) -> GenerationRequest:
         """A live request."""
@@ -218,13 +260,34 @@ class EngineClient:
 
         To be called right before the first of them is submitted.
         """
-        if self._tenants is None or not requests:
+        if requests:
+            self.check_budget(requests[0].tenant, sum(len(each.prompt_token_ids) for each in requests))
+
+    def check_budget(self, tenant: str, prompt_tokens: int) -> None:
+        """The same by the name of the tenant and the tokens of all prompts."""
+        if self._tenants is None:
             return
         try:
-            self._tenants.check_budgets(requests, self._metrics.usage)
+            self._tenants.check_budget(tenant, prompt_tokens, self._metrics.usage)
         except BudgetSpent:
             self._metrics.reject("tenant")
             raise
+
+    async def place(
+        self, requests: Sequence[GenerationRequest], stream: RequestStream
+    ) -> AsyncIterator[GenerationRequest]:
+        """Submit all prompts of one client's request in one turn; yields each when it has its place.
+
+        The places of a list are all taken before those of another. Raises as `submit` does.
+        """
+        for request in requests:
+            self.submit(request, stream)
+            yield request
+
+    def occupancy(self) -> tuple[int, int, int, float]:
+        """Places that are taken, all places, seats, and sequences that end per second."""
+        taken = self._sequences - self._num_held
+        return taken, self._limits.max_sequences, self._num_seats, self._seats.rate(self._clock())
 
     def submit(self, request: GenerationRequest, stream: RequestStream, *, is_check: bool = False) -> None:
         """Reserve a place in the queue and pass the request to the engine; its outputs go to `stream`.
@@ -245,6 +308,9 @@ class EngineClient:
             raise self._refusal(exceeded, request.num_sequences)
         if not is_check:
             self._check_gates(request, now)
+        self._accept(request, stream, now)
+
+    def _accept(self, request: GenerationRequest, stream: RequestStream, now: float) -> None:
         self._watch(request)
         stream.expect(request)
         self._streams[request.request_id] = stream
@@ -275,9 +341,9 @@ class EngineClient:
         requests that came `lately` count.
         """
         taken = self._sequences - self._num_held
-        soon = underway if taken >= self._num_seats else lately
-        is_full = not self._closed and taken + max(0, soon - _FEW) >= self._limits.max_sequences
-        return self._refusal("max_num_queued_reqs", 1) if is_full else None
+        if self._closed or not is_full(taken, self._num_seats, self._limits.max_sequences, lately, underway):
+            return None
+        return self._refusal("max_num_queued_reqs", 1)
 
     def _watch(self, request: GenerationRequest) -> None:
         """End the request at its deadline, also while no engine runs."""

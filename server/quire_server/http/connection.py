@@ -28,7 +28,7 @@ from quire_server.errors import (
 )
 from quire_server.http.body_limits import declared_bytes
 from quire_server.http.guard import choose_request_id
-from quire_server.http.sse import HIGH_WATER_BYTES, WriteClock, WritePace, waiting_bytes
+from quire_server.http.sse import HIGH_WATER_BYTES, TRANSPORT, WriteClock, WritePace, waiting_bytes
 
 GRACE_SECONDS = 5.0  # for replies that are still being written at the stop, after draining
 LINGER_SECONDS = (
@@ -210,6 +210,7 @@ class Connection(HttpToolsProtocol):
         self._stop_head_clock()
         self._plain_bytes = declared_bytes(self.headers) or 0
         self.scope["state"]["client_side"] = partial(client_side, self.transport)  # checked before expensive work
+        self.scope["state"][TRANSPORT] = self.transport
         before = self.cycle
         super().on_headers_complete()
         # With pipelining, `cycle` is the latest request's; the ones before it are answered first.

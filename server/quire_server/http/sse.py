@@ -11,7 +11,7 @@ import termios
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 from fastapi.responses import Response
@@ -19,6 +19,10 @@ from starlette.types import Receive, Scope, Send
 
 from quire_server.errors import ApiError, ClientGone, error_body, internal_error
 from quire_server.http.disconnect import until_disconnect
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.flow_control import FlowControl
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 Item = TypeVar("Item")
 
@@ -60,7 +64,9 @@ class EventStream(Response, Generic[Item]):
         keep_alive_seconds: float,
         keep_alive: bytes = KEEP_ALIVE,
         media_type: str = EVENTS,
+        on_way: Callable[[Way], None] = lambda _: None,
     ) -> None:
+        """`on_way` is called before the first item is asked for, where frames can go straight to the connection."""
         self.status_code = 200
         self.media_type = media_type
         self.background = None
@@ -71,9 +77,13 @@ class EventStream(Response, Generic[Item]):
         self._failure = failure
         self._keep_alive_seconds = keep_alive_seconds
         self._keep_alive_frame = keep_alive
+        self._on_way = on_way
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         wire = _Wire(send, self.raw_headers)
+        straight = straight_writer(scope)
+        if straight is not None:
+            self._on_way(Way(wire, straight))
         writing = asyncio.create_task(self._write(wire))
         leaving = asyncio.create_task(until_disconnect(receive))
         tasks = [writing, leaving]
@@ -123,6 +133,15 @@ class EventStream(Response, Generic[Item]):
 _LINE_ENDS = {"\u0085".encode(): b"\\u0085", "\u2028".encode(): b"\\u2028", "\u2029".encode(): b"\\u2029"}
 
 
+def escaped(chunk: bytes) -> bytes:
+    """A chunk without line ends of Unicode."""
+    if chunk.isascii():
+        return chunk
+    for raw, in_json in _LINE_ENDS.items():
+        chunk = chunk.replace(raw, in_json)
+    return chunk
+
+
 class _Wire:
     """The reply's `send`: starts the reply with the first write, and makes one write at a time.
 
@@ -138,6 +157,10 @@ class _Wire:
         self._lock = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
 
+    def changed(self) -> None:
+        """Something was written just now."""
+        self.changed_at = self._loop.time()
+
     @property
     def is_writing(self) -> bool:
         return self._lock.locked()
@@ -151,10 +174,64 @@ class _Wire:
                 self.is_started = True
                 await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
             self.is_ended = is_last
-            for raw, escaped in _LINE_ENDS.items():
-                chunk = chunk.replace(raw, escaped)
-            await self._send({"type": "http.response.body", "body": chunk, "more_body": not self.is_ended})
+            body = escaped(chunk)
+            await self._send({"type": "http.response.body", "body": body, "more_body": not self.is_ended})
             self.changed_at = self._loop.time()
+
+
+_STATE, TRANSPORT = "state", "transport"
+
+
+class StraightWriter:
+    """Writes parts of one chunked reply, whose head is sent, into its connection at once."""
+
+    __slots__ = ("_cycle", "_flow", "_write")
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl, cycle: RequestResponseCycle) -> None:
+        self._write, self._flow, self._cycle = transport.write, flow, cycle
+
+    def is_clear(self) -> bool:
+        """Whether a part can be written now: the client reads, and the reply has begun and has not ended."""
+        cycle = self._cycle
+        return (
+            not (self._flow.write_paused or cycle.disconnected or cycle.response_complete)
+            and cycle.response_started
+            and cycle.chunked_encoding is True
+        )
+
+    def write(self, body: bytes) -> None:
+        """Write a part, which is not empty. Only after `is_clear`."""
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))
+
+
+def straight_writer(scope: Scope) -> StraightWriter | None:
+    """The way to the connection of a request; None: it has none of ours, or a later request shares the connection."""
+    transport = scope.get(_STATE, {}).get(TRANSPORT)
+    protocol: Any = None if transport is None else transport.get_protocol()
+    cycle = getattr(protocol, "cycle", None)
+    if transport is None or cycle is None or cycle.scope is not scope or scope["method"] == "HEAD":
+        return None
+    return StraightWriter(transport, protocol.flow, cycle)
+
+
+class Way:
+    """The straight way of one stream's frames, beside its task's writes and in their order."""
+
+    __slots__ = ("_straight", "_wire")
+
+    def __init__(self, wire: _Wire, straight: StraightWriter) -> None:
+        self._wire, self._straight = wire, straight
+
+    def is_clear(self) -> bool:
+        """Whether nothing is being written, the reply has begun, and the client reads."""
+        wire = self._wire
+        return wire.is_started and not wire.is_ended and not wire.is_writing and self._straight.is_clear()
+
+    def write_now(self, chunk: bytes) -> None:
+        """Write frames. Only after `is_clear`."""
+        if chunk:
+            self._straight.write(escaped(chunk))
+            self._wire.changed()
 
 
 def error_frames(error: ApiError) -> bytes:

@@ -172,10 +172,14 @@ class HistogramByLabel:
         self.children: dict[tuple[str, ...], Histogram] = {}
 
     def observe(self, value: float, label: str) -> None:
+        self.child(label).observe(value)
+
+    def child(self, label: str) -> Histogram:
+        """The histogram of a value of the label."""
         histogram = self.children.get((label,))
         if histogram is None:
             histogram = self.children[(label,)] = Histogram(self._bounds)
-        histogram.observe(value)
+        return histogram
 
 
 def _export(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -28,7 +30,7 @@ from quire_server.metrics.metric_catalog import (
     PlanMetrics,
     RequestMetrics,
 )
-from quire_server.metrics.metric_values import Gauge, Values
+from quire_server.metrics.metric_values import Counter, Gauge, Histogram, HistogramByLabel, Values
 from quire_server.metrics.occupancy import Occupancy, StaticBatching
 from quire_server.metrics.replica_metrics import ReplicaMetrics, Row, Wanted
 from quire_server.metrics.request_record import CURRENT, Load, RequestBoard, RequestRecord
@@ -84,6 +86,9 @@ class Metrics:
         self.batches = BatchMetrics(values)
         self.observe_step = self._engine.observe  # once per step
         self.engine_restarted = self._engine.restarted
+        self.api_server_restarted = values.counter(
+            "quire_api_server_restarts", "API servers that were started again, with --api-server-count 2 or more."
+        ).inc
         self.replica_restarted = self._engine.restarts.inc  # of several, whose totals go on
         self.resize = self._engine.resize
         self.replicas = ReplicaMetrics(values)
@@ -96,21 +101,24 @@ class Metrics:
             children=[(reason,) for reason in REJECT_REASONS],
             alias="vllm:admission_rejections",
         )
-        self.deadline_exceeded = values.counter(
+        self._deadlines = values.counter(
             "quire_deadlines_exceeded", "HTTP requests that ended at their deadline, unfinished."
-        ).inc
+        )
+        self.deadline_exceeded = self._deadlines.inc
         self._text_bytes = values.gauge(
             "quire_text_work_bytes",
             "Bytes of the texts that wait to be tokenized, detokenized or rendered, or are.",
         )
         self._texts = values.gauge("quire_text_work_waiting", "How many texts these are.")
-        self.large_replies = values.gauge(
+        self._large_replies = values.gauge(
             "quire_large_reply_bytes", "Bytes of the replies above 256 KiB that are being made or sent."
-        ).set
-        self.memory_given_back = values.counter(
+        )
+        self.large_replies = self._large_replies.set
+        self._given_back = values.counter(
             "quire_memory_given_back_bytes",
             "Bytes that the server's process gave back to the system after large work.",
-        ).inc
+        )
+        self.memory_given_back = self._given_back.inc
         stalls = values.histogram(
             "quire_event_loop_stall_seconds",
             "How late the server's event loop ran a timer, seconds.",
@@ -118,8 +126,10 @@ class Metrics:
         )
         self.loop_stall = stalls.observe
         self._load_ratio = load_progress(values)
-        self.connections = values.gauge("quire_http_connections", "Connections that are open.").set
-        self.body_bytes = values.gauge("quire_http_body_bytes", "Bytes of large request bodies that are held.").set
+        self._connections = values.gauge("quire_http_connections", "Connections that are open.")
+        self.connections = self._connections.set
+        self._body_bytes = values.gauge("quire_http_body_bytes", "Bytes of large request bodies that are held.")
+        self.body_bytes = self._body_bytes.set
         self.bytes_waiting: Callable[[], int] = lambda: 0  # of replies; read at each scrape
         self._waiting_bytes = values.gauge(
             "quire_reply_bytes_waiting",
@@ -143,33 +153,57 @@ class Metrics:
         self._lost_lines = values.counter(
             "quire_log_records_dropped", "Log lines that were dropped, since the log was not read in time."
         )
+        self._lost_gauge = Gauge([()])  # the same number, read with the gauges
         self.lost_log_lines: Callable[[], int] = lambda: 0  # called at each scrape
         self.usage = UsageBook(model_name) if usage is None else usage
-        self._load = Load(Occupancy(), StaticBatching(self._requests.static_slots), RequestBoard(), self.usage)
-        self.occupied = self._load.occupancy.occupied  # called whenever the number of sequences changes
+        self.shared = Shared(
+            counters=(
+                *_all(self._requests, Counter),
+                *_all(self.tenants, Counter),
+                *(self._rejected, self._deadlines, self._given_back, self._http_requests),
+            ),
+            histograms=(*_all(self._requests, Histogram), stalls),
+            by_label=(self._http_seconds,),
+            gauges=(
+                *(self._text_bytes, self._texts, self._large_replies, self._connections, self._body_bytes),
+                *(self._waiting_bytes, self._stalled, self._lost_gauge),
+            ),
+        )
+        self.guests: list[HasGauges] = []  # API servers beside this process
+        self.load = Load(Occupancy(), StaticBatching(self._requests.static_slots), RequestBoard(), self.usage)
+        self.occupied = self.load.occupancy.occupied  # called whenever the number of sequences changes
         self.history = History(
             engine=self._engine,
             requests=self._requests,
             rejected=self._rejected,
             stalls=stalls,
-            occupancy=self._load.occupancy,
-            static=self._load.static,
-            board=self._load.board,
+            occupancy=self.load.occupancy,
+            static=self.load.static,
+            board=self.load.board,
         )
 
     # -- one request
 
-    def start(self, prompt_tokens: int, max_tokens: int | None, n: int, request_id: str = "") -> RequestRecord:
-        """A prompt with n choices was accepted now; returns its record."""
+    def start(
+        self,
+        prompt_tokens: int,
+        max_tokens: int | None,
+        n: int,
+        request_id: str = "",
+        *,
+        started: float | None = None,
+    ) -> RequestRecord:
+        """A prompt with n choices was accepted, now or at `started`; returns its record."""
         story = CURRENT.get()
         record = RequestRecord(
             self._requests,
-            self._load,
+            self.load,
             request_id=request_id,
             account="" if story is None else story.account,
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,
             n=n,
+            started=started,
         )
         if story is not None:
             story.records.append(record)
@@ -192,7 +226,7 @@ class Metrics:
         self._engine.begin(plan)
         self._adapters.begin(plan)
         limits = plan.scheduler.limits
-        self._load.static.max_size = limits.max_num_seqs
+        self.load.static.max_size = limits.max_num_seqs
         self.history.block_size, self.history.max_model_len = limits.block_size, plan.scheduler.max_model_len
 
     # -- the server
@@ -226,10 +260,51 @@ class Metrics:
         self._engine.show(time.monotonic())
         self._adapters.show(self._engine.state)
         self.replicas.show(self.replica_rows(), self.replicas_wanted())
-        self._lost_lines.values[()] = float(self.lost_log_lines())
+        self.read_gauges()
+        own = [each.get() for each in self.shared.gauges]
+        for guest in self.guests:
+            for gauge, value in zip(self.shared.gauges, guest.gauges, strict=False):  # none before its first
+                gauge.set(gauge.get() + value)
+        self._lost_lines.values[()] = self._lost_gauge.get()
+        try:
+            return generate_latest(self.registry)
+        finally:
+            for gauge, value in zip(self.shared.gauges, own, strict=True):
+                gauge.set(value)
+
+    def read_gauges(self) -> None:
+        """Set the gauges that are read when they are asked for."""
+        self._lost_gauge.set(float(self.lost_log_lines()))
         self._waiting_bytes.set(self.bytes_waiting())
         self._stalled.set(self.num_stalled())
-        return generate_latest(self.registry)
+
+    def aborted(self, num_requests: int) -> None:
+        """So many requests have ended with the process that had their clients."""
+        self._requests.finished.inc(num_requests, "abort")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """The metrics that every API server has a part of: counts are added up, and so are these gauges."""
+
+    counters: tuple[Counter, ...]
+    histograms: tuple[Histogram, ...]
+    by_label: tuple[HistogramByLabel, ...]
+    gauges: tuple[Gauge, ...]
+
+
+class HasGauges(Protocol):
+    """The part of another process: its gauges in the order of `Shared.gauges`, or none."""
+
+    @property
+    def gauges(self) -> list[float]: ...
+
+
+Kind = TypeVar("Kind", Counter, Histogram)
+
+
+def _all(owner: object, kind: type[Kind]) -> list[Kind]:
+    return [each for each in vars(owner).values() if isinstance(each, kind)]
 
 
 class Throughput:

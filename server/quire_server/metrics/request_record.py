@@ -64,7 +64,9 @@ class RequestRecord:
         max_tokens: int | None,
         n: int,
         account: str = "",
+        started: float | None = None,
     ) -> None:
+        """`started`: when it was sent to the queue; None: now."""
         self._metrics = metrics
         self._load = load
         self._account = account
@@ -72,7 +74,7 @@ class RequestRecord:
         self._prompt_tokens = prompt_tokens
         self._max_tokens = max_tokens
         self._n = n
-        self._started = time.monotonic()
+        self._started = time.monotonic() if started is None else started
         self._first: float | None = None
         self._last: list[float] = [0.0] * n
         self._counts = [0] * n
@@ -322,6 +324,7 @@ class RequestBoard:
         self.ended: deque[RequestRow] = deque(maxlen=MOST_ENDED)
         self._live: dict[int, Callable[[], RequestRow]] = {}
         self._number = 0
+        self._guests: dict[int, tuple[list[RequestRow], int]] = {}  # of API servers: their oldest rows, and how many
 
     def begin(self, row: Callable[[], RequestRow]) -> int:
         """A request was accepted; `row` computes its row."""
@@ -337,9 +340,18 @@ class RequestBoard:
 
     def live(self, most: int) -> list[RequestRow]:
         """The `most` oldest unfinished requests."""
-        oldest = [row for _, row in zip(range(most), self._live.values(), strict=False)]
-        return [row() for row in oldest]
+        rows = [row() for _, row in zip(range(most), self._live.values(), strict=False)]
+        if not self._guests:
+            return rows
+        rows += [row for guests, _ in self._guests.values() for row in guests]
+        return sorted(rows, key=lambda row: row.at)[:most]
+
+    def show_guest(self, key: int, rows: list[RequestRow], num_live: int) -> None:
+        """The unfinished requests of another process are these, of `num_live`; none: forget it."""
+        self._guests.pop(key, None)
+        if num_live:
+            self._guests[key] = rows, num_live
 
     @property
     def num_live(self) -> int:
-        return len(self._live)
+        return len(self._live) + sum(num_live for _, num_live in self._guests.values())

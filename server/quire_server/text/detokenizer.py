@@ -42,6 +42,8 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete."""
+        if len(ids) == 1:  # nearly always
+            return "" if ids[0] in self._skipped else self._text.step(ids[0])
         return "".join(self.push_each(ids))
 
     def push_each(self, ids: Sequence[int]) -> list[str]:

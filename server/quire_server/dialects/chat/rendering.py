@@ -83,6 +83,12 @@ class ChatRenderer:
             chunk += ending(self._chunk_start, self._options, self._generation.usage)
         return chunk
 
+    def around_text(self) -> tuple[bytes, bytes] | None:
+        options = self._options
+        if options.usage_always or options.num_logprobs is not None or options.token_ids:
+            return None
+        return self._prefix + b'0,"delta":{"content":', b"}" + PLAIN_END + b"}\n\n"
+
     def body(self, deltas: Sequence[ChoiceDelta]) -> Iterator[bytes]:
         """The whole reply from one complete delta per choice, in the order of their index."""
         wanted, with_ids = self._options.num_prompt_logprobs, self._options.token_ids

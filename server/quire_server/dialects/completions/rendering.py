@@ -122,6 +122,12 @@ class CompletionRenderer:
             chunk += ending(b"data: " + self._head, self._options, self._generation.usage)
         return chunk
 
+    def around_text(self) -> tuple[bytes, bytes] | None:
+        options = self._options
+        if options.usage_always or options.num_logprobs is not None or options.token_ids:
+            return None
+        return self._prefix + b'0,"text":', PLAIN_END + b"}\n\n"
+
     def body(self, deltas: Sequence[ChoiceDelta]) -> Iterator[bytes]:
         """The whole reply from one complete delta per choice, in the order of their index."""
         yield self._head + b',"choices":'

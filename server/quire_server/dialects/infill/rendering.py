@@ -47,6 +47,9 @@ class InfillRenderer:
         tokens = delta.token_ids if self._shows_tokens else []
         return _encode(self._part(delta.text, tokens, len(delta.token_ids), stop=True) | self._end(delta))
 
+    def around_text(self) -> None:
+        """Frames are of other parts."""
+
     def failure(self, error: ApiError) -> bytes:
         """The error in its envelope."""
         return _frame(error_body(error))

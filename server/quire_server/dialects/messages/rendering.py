@@ -166,6 +166,9 @@ class MessageRenderer:
             pass
         return _encode(self._message(self._content.blocks, **self._stop(deltas[-1])))
 
+    def around_text(self) -> None:
+        """Frames are of other parts."""
+
     def failure(self, error: ApiError) -> bytes:
         """The error event; clients raise it, and the message ends with it."""
         return _frame("error", anthropic_body(error, self._head.id))

@@ -381,6 +381,9 @@ class ResponseRenderer:
             pass
         yield self._save(self._ended(finish))
 
+    def around_text(self) -> None:
+        """Frames are of other parts."""
+
     def failure(self, error: ApiError) -> bytes:
         """The two events that clients look for: the error, and the failed response."""
         chunk = b"" if self._num_events else self._beginning()
