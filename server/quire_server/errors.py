@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 from typing_extensions import TypedDict  # pydantic documents only this one before Python 3.12
@@ -336,6 +338,41 @@ class DeadlineExceeded(ApiError):
             "The request was not finished by its deadline ('timeout' or X-Request-Timeout).",
             headers={"x-should-retry": "false"},  # no time is left for a retry
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorFacts:
+    """An error as another process of the server can make it again."""
+
+    kind: str  # the name of its class
+    message: str
+    param: str | None
+    code: str
+    headers: dict[str, str]
+
+
+def facts_of(error: ApiError) -> ErrorFacts:
+    return ErrorFacts(
+        kind=type(error).__name__, message=error.message, param=error.param, code=error.code, headers=error.headers
+    )
+
+
+def error_from(facts: ErrorFacts) -> ApiError:
+    """The error of these facts. Raises KeyError for a class that is none of this module's."""
+    kind = _kinds()[facts.kind]
+    error = kind.__new__(kind)  # each class makes its message from arguments of its own
+    ApiError.__init__(error, facts.message, param=facts.param, code=facts.code, headers=facts.headers)
+    return error
+
+
+@cache
+def _kinds() -> dict[str, type[ApiError]]:
+    kinds, new = {ApiError.__name__: ApiError}, [ApiError]
+    while new:
+        for kind in new.pop().__subclasses__():
+            kinds[kind.__name__] = kind
+            new.append(kind)
+    return kinds
 
 
 def error_body(err: ApiError) -> ErrorBody:

@@ -27,7 +27,7 @@ from quire_server.errors import BadRequest
 from quire_server.http import listener
 from quire_server.http.credentials import Credentials
 from quire_server.http.guard import Reply
-from quire_server.http.listener import Listening
+from quire_server.http.listener import CLOSING_SECONDS, Listening
 from quire_server.http.overload import OpenRequests, ended
 from quire_server.http.starting import AppSwitch, StartProgress, starting_app
 from quire_server.logs.requests import log_order, log_reply, log_signal
@@ -38,12 +38,13 @@ from quire_server.settings import Settings
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from quire_server.api_servers.fleet import ApiServers
     from quire_server.launch import Stop
     from quire_server.state import ServerState
 
 # Seconds of a stop after the drain; together with the engine's end, which comes last, less than five.
 LAST_WORDS_SECONDS = 1.5  # for clients to read the error with which their requests end
-CLOSING_SECONDS = 1.0  # for data in the sockets' buffers
+_LAST_SECONDS = 0.5  # for what API servers do beside that
 _STDERR = 2
 
 log = logging.getLogger("quire")
@@ -57,7 +58,7 @@ async def serve(settings: Settings, engines: Engines, starting: asyncio.Task[Eng
     credentials = Credentials(settings)
     switch = AppSwitch(_while_starting(settings, engines, credentials))
     with _reloads(credentials, stop):
-        async with _listening(switch, settings, credentials) as (listening, listener_task):
+        async with _listening(switch, settings, credentials) as (listening, listener_task, others):
             log.info("listening on %s; until the model is loaded requests get 503", listening.where)
             building = asyncio.create_task(_build(settings, engines, starting, credentials))
             await _first(building, stop.asked, listener_task)
@@ -69,6 +70,8 @@ async def serve(settings: Settings, engines: Engines, starting: asyncio.Task[Eng
             state.metrics.bytes_waiting = listening.bytes_waiting
             state.metrics.num_stalled = listening.num_stalled
             await switch.open(app)
+            if others is not None:
+                others.open(state, engines)
             stats = asyncio.create_task(log_throughput(state.metrics, settings.log_stats_interval), name="stats")
             try:
                 # Imported and built objects stay alive: freeze them, so that later collections do not scan them.
@@ -77,7 +80,7 @@ async def serve(settings: Settings, engines: Engines, starting: asyncio.Task[Eng
                 listener.announce(listening)
                 _greet(settings, state, listening)
                 await _first(stop.asked, engines.dead, listener_task)
-                await _wind_up(settings, state, engines, app.state.requests, stop)
+                await _wind_up(settings, state, engines, app.state.requests, stop, others=others)
             finally:
                 await _cancel(stats)
     return not engines.dead.done()
@@ -86,34 +89,31 @@ async def serve(settings: Settings, engines: Engines, starting: asyncio.Task[Eng
 @contextlib.asynccontextmanager
 async def _listening(
     switch: AppSwitch, settings: Settings, credentials: Credentials
-) -> AsyncIterator[tuple[Listening, asyncio.Task[None]]]:
-    """Open the listener; on exit, wait briefly for replies that are being sent, then close their connections."""
-    with contextlib.closing(listener.bind(settings)) as sock:
-        started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
-        serving = asyncio.create_task(
-            listener.serve(
-                switch,
-                settings,
-                sock=sock,
-                on_started=started.set_result,
-                on_connections=switch.tell_connections,
-                tls=None if credentials.tls is None else credentials.tls.context,
-            ),
-            name="listener",
+) -> AsyncIterator[tuple[Listening, asyncio.Future[None], ApiServers | None]]:
+    """Open the listener, here or in API servers; on exit, wait briefly for replies that are being sent."""
+    if settings.api_server_count == 1:
+        async with listener.listening_on(listener.bind(settings), switch, settings, credentials) as (
+            listening,
+            serving,
+        ):
+            yield listening, serving, None
+        return
+    from quire_server.api_servers.fleet import ApiServers  # noqa: PLC0415 - only where there are any
+
+    sockets = listener.bind_for(settings, settings.api_server_count)
+    address, port = listener.address_of(sockets[0], settings)
+    others = ApiServers(settings, credentials, switch, sockets)
+    try:
+        await others.listen()
+        listening = Listening(
+            address=address, port=port, stop=lambda _: None, bytes_waiting=lambda: 0, num_stalled=lambda: 0
         )
-        try:
-            await _first(started, serving)
-            if not started.done():
-                serving.result()
-            try:
-                yield started.result(), serving
-            finally:
-                started.result().stop(False)
-                await _first(serving, seconds=CLOSING_SECONDS)
-                started.result().stop(True)
-                await serving
-        finally:
-            await _cancel(serving)
+        yield listening, asyncio.get_running_loop().create_future(), others
+    finally:
+        await others.close(CLOSING_SECONDS + _LAST_SECONDS)
+        await switch.close()
+        if settings.uds is not None:
+            settings.uds.unlink(missing_ok=True)
 
 
 def _while_starting(settings: Settings, engines: Engines, credentials: Credentials) -> ASGIApp:
@@ -156,15 +156,22 @@ def _application() -> Any:
 
 
 async def _wind_up(
-    settings: Settings, state: ServerState, engines: Engines, requests: OpenRequests, stop: Stop
+    settings: Settings,
+    state: ServerState,
+    engines: Engines,
+    requests: OpenRequests,
+    stop: Stop,
+    *,
+    others: ApiServers | None = None,
 ) -> None:
     """Wait for accepted requests; after the drain timeout or a second signal, end them with an error."""
     state.draining = state.stopping = True
+    await state.settle()
     work = requests.work()
     num_open = max(state.client.in_flight, len(work))
     log.info("draining %d requests for up to %g s; Ctrl-C again to stop now", num_open, settings.drain_timeout)
     # Requests in preparation count as accepted, like requests in the engine.
-    idle = asyncio.create_task(_idle(state, work))
+    idle = asyncio.create_task(_idle(state, work, others))
     await _first(idle, stop.insisted, engines.dead, seconds=settings.drain_timeout)
     if not idle.done():
         log.warning("ending %d requests that have not finished", sum(1 for task in work if not task.done()))
@@ -173,12 +180,16 @@ async def _wind_up(
     stopping = asyncio.create_task(engines.stop())
     await _first(idle, seconds=LAST_WORDS_SECONDS)
     requests.refuse_unanswered()
+    if others is not None:
+        await others.order("refuse", _LAST_SECONDS)
     await _cancel(idle)
     await stopping
 
 
-async def _idle(state: ServerState, work: tuple[asyncio.Task[Any], ...]) -> None:
+async def _idle(state: ServerState, work: tuple[asyncio.Task[Any], ...], others: ApiServers | None) -> None:
     await ended(work)
+    if others is not None:
+        await others.order("idle")
     await state.client.wait_idle()
 
 

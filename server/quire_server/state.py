@@ -60,6 +60,10 @@ def _never_overdue() -> float:
     return -math.inf
 
 
+async def _nobody_to_tell() -> None:
+    return None
+
+
 async def _nobody_to_ask(_what: str, _argument: str) -> bytes:
     raise EngineDead("there is no engine to be asked")
 
@@ -84,6 +88,8 @@ class ServerState:
     engine_trouble: Callable[[], str | None] = _engine_serves  # called at each probe: why the engine cannot serve now
     replicas: ReplicaSet | None = None  # None: there is one engine
     adapters: ServedAdapters = field(default_factory=ServedAdapters)  # that requests may name
+    # With API servers beside this process: all of them know what holds, and what they have counted is here.
+    settle: Callable[[], Awaitable[None]] = _nobody_to_tell
     inspect: Callable[[str, str], Awaitable[bytes]] = _nobody_to_ask  # `Supervisor.inspect`
     control: Callable[[str, str], Awaitable[bytes]] = _nobody_to_ask  # `Supervisor.control`
     # Seconds since the engine should have been killed and replaced; below 0 it is not overdue.
@@ -168,13 +174,17 @@ async def build_state(
     engines: Engines,
     starting: asyncio.Task[EnginePlan],
     credentials: Credentials | None = None,
+    *,
+    usage: UsageBook | None = None,
+    limits: ServerLimits | None = None,
 ) -> ServerState:
     """Load tokenizer and templates while the engine starts, then wait for it. Raises ConfigError, ModelLoadError.
 
-    Without `credentials` the keys and tenants of the settings hold.
+    Without `credentials` the keys and tenants of the settings hold; without `usage` it is counted in their file;
+    without `limits` their defaults hold.
     """
     credentials = Credentials(settings) if credentials is None else credentials
-    usage = UsageBook(settings.model_names[0], file=settings.first_keys.tenants.usage_file)
+    usage = usage or UsageBook(settings.model_names[0], file=settings.first_keys.tenants.usage_file)
     defaults = generation_defaults(settings.generation_config, settings.override_generation_config, settings.model_path)
     folder = Path(settings.tokenizer or settings.model_path)
     tokenizer = await asyncio.to_thread(
@@ -200,10 +210,10 @@ async def build_state(
         engines, settings, plan, metrics, engines.quarantine, tenants=tenants.all, num_replicas=engines.num_replicas
     )
     if replicas is not None:
-        _tell_of_replicas(replicas, metrics)
-        replicas.on_members = lambda: _resize(replicas, settings, client, metrics)
+        _tell_of_replicas(replicas, metrics, lambda: _resize(replicas, settings, client, metrics))
     return ServerState(
         settings=settings,
+        limits=limits or ServerLimits(),
         credentials=credentials,
         tokenizer=tokenizer,
         prompts=prompts,
@@ -244,7 +254,8 @@ async def _prompts(settings: Settings, tokenizer: TextTokenizer, source: str | N
         raise ModelLoadError(f"{settings.chat_template or settings.model_path}: {error}") from None
 
 
-def _tell_of_replicas(replicas: ReplicaSet, metrics: Metrics) -> None:
+def _tell_of_replicas(replicas: ReplicaSet, metrics: Metrics, on_members: Callable[[], None]) -> None:
+    replicas.on_members = on_members
     replicas.on_restart = metrics.replica_restarted
     replicas.on_route, replicas.on_move = metrics.replicas.decided, metrics.replicas.moved
     replicas.on_answered, replicas.sources.on_source = metrics.replicas.answered, metrics.replicas.sourced

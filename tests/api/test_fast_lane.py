@@ -27,7 +27,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": ("/v1/completions", COMPLETION),
     "chat": ("/v1/chat/completions", CHAT),
     "messages": ("/v1/messages", CHAT),
-    "responses": ("/v1/responses", {"input": "a"}),
+    "responses": ("/v1/responses", {"input": "a", "max_output_tokens": 90, "max_tokens": None, "ignore_eos": None}),
     "usage-at-end": ("/v1/completions", COMPLETION | {"stream_options": {"include_usage": True}}),
     "usage-always": (
         "/v1/chat/completions",
@@ -51,14 +51,16 @@ def fox(_request: GenerationRequest, _choice: int) -> Sequence[int]:
 async def send(port: int | None, path: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     assert port is not None
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
-    data = json.dumps({"max_tokens": 90, "ignore_eos": True, "stream": True, **body}).encode()
+    fields = {"max_tokens": 90, "ignore_eos": True, "stream": True, **body}
+    data = json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nX-Request-Id: one\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     return reader, writer
 
 
-async def reply(reader: asyncio.StreamReader, pause: float = 0.0) -> bytes:
+async def reply(streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], pause: float = 0.0) -> bytes:
     """The body of a chunked reply, without what time and chance have made."""
+    reader, _ = streams
     async with asyncio.timeout(60):
         head = await reader.readuntil(b"\r\n\r\n")
         assert b" 200 " in head, head + await reader.read(2000)
@@ -91,7 +93,7 @@ async def test_both_lanes_write_the_same_bytes(name: str, monkeypatch: pytest.Mo
     path, body = BODIES[name]
     engine = FakeEngine(replies=fox, num_cached_tokens=1, step_seconds=0.0005)
     async with listening(make_app(make_state(engine=engine))) as server:
-        fast = await reply((await send(server.port, path, body))[0])
+        fast = await reply(await send(server.port, path, body))
         assert lane.taken > 40 or name in {
             "two-choices",
             "two-prompts",
@@ -101,7 +103,7 @@ async def test_both_lanes_write_the_same_bytes(name: str, monkeypatch: pytest.Mo
         }
         before = lane.taken
         monkeypatch.setattr(sse, "straight_writer", lambda _: None)
-        slow = await reply((await send(server.port, path, body))[0])
+        slow = await reply(await send(server.port, path, body))
         assert lane.taken == before
     assert fast == slow
     assert fast.endswith(b"\n\n")
@@ -118,7 +120,7 @@ async def test_a_client_that_reads_slowly_gets_the_same_bytes(name: str, monkeyp
             reader, writer = await send(server.port, path, body)
             peer: socket.socket = writer.get_extra_info("socket")
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            got = await reply(reader, pause)
+            got = await reply((reader, writer), pause)
             # A frame may have the text of several tokens then, so the texts are held against each other.
             frames = [json.loads(line[6:]) for line in got.split(b"\n") if line.startswith(b"data: {")]
             choices = [frame["choices"][0] for frame in frames if frame["choices"]]
@@ -129,9 +131,9 @@ async def test_a_client_that_reads_slowly_gets_the_same_bytes(name: str, monkeyp
 
 async def test_a_client_that_leaves_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     lane = Counting(monkeypatch)
-    engine = FakeEngine(replies=fox, step_seconds=0.002)
-    async with listening(make_app(make_state(engine=engine, max_model_len=4096))) as server:
-        reader, writer = await send(server.port, "/v1/completions", COMPLETION | {"max_tokens": 4000})
+    engine = FakeEngine(replies=fox, step_seconds=0.01)
+    async with listening(make_app(make_state(engine=engine))) as server:
+        reader, writer = await send(server.port, "/v1/completions", COMPLETION | {"max_tokens": 450})
         await reader.readuntil(b'"text":"q"')
         writer.close()
         async with asyncio.timeout(30):
@@ -144,7 +146,7 @@ async def test_a_client_that_leaves_ends_its_request(monkeypatch: pytest.MonkeyP
 async def test_a_silent_stream_gets_keep_alives_and_tokens_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     lane = Counting(monkeypatch)
     engine = FakeEngine(replies=fox, step_seconds=0.005)
-    state = make_state(engine=engine, sse_keep_alive_interval=0.05, max_model_len=4096)
+    state = make_state(engine=engine, sse_keep_alive_interval=0.05)
     async with listening(make_app(state)) as server:
         reader, _ = await send(server.port, "/v1/completions", COMPLETION | {"max_tokens": 200})
         await reader.readuntil(b'"text":"q"')
@@ -159,9 +161,9 @@ async def test_a_silent_stream_gets_keep_alives_and_tokens_in_their_order(monkey
 
 async def test_a_stop_ends_streams_of_the_lane_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     lane = Counting(monkeypatch)
-    state = make_state(engine=FakeEngine(replies=fox, step_seconds=0.002), max_model_len=4096)
+    state = make_state(engine=FakeEngine(replies=fox, step_seconds=0.01))
     async with listening(make_app(state)) as server:
-        reader, _ = await send(server.port, "/v1/completions", COMPLETION | {"max_tokens": 4000})
+        reader, _ = await send(server.port, "/v1/completions", COMPLETION | {"max_tokens": 450})
         await reader.readuntil(b'"text":"q"')
         assert lane.taken > 0
         state.client.close()
@@ -174,14 +176,15 @@ async def test_an_error_of_the_lane_ends_its_stream_alone(monkeypatch: pytest.Mo
     failed: list[Any] = []
 
     def fails_once(lane: Lane, output: Any) -> bool:
-        if not failed:
+        is_taken = call(lane, output)
+        if is_taken and not failed:
             failed.append(output)
             raise ValueError("planted")
-        return call(lane, output)
+        return is_taken
 
     monkeypatch.setattr(Lane, "__call__", fails_once)
     async with listening(make_app(make_state(engine=engine))) as server:
-        readers = [(await send(server.port, "/v1/completions", COMPLETION))[0] for _ in range(3)]
-        bodies = [await reply(reader) for reader in readers]
+        clients = [await send(server.port, "/v1/completions", COMPLETION) for _ in range(3)]
+        bodies = [await reply(each) for each in clients]
     assert sorted(b"internal_error" in body for body in bodies) == [False, False, True]
     assert not engine.live

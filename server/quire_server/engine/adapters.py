@@ -10,7 +10,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,14 @@ class ServedAdapters:
     def __iter__(self) -> Iterator[str]:
         """The names, in the order in which they were loaded."""
         return iter(tuple(self._served))
+
+    def served(self) -> tuple[tuple[str, Adapter], ...]:
+        """All names with their adapters."""
+        return tuple((name, each.adapter) for name, each in self._served.items())
+
+    def mirror(self, served: Iterable[tuple[str, Adapter]]) -> None:
+        """These are the adapters, as another process has loaded them."""
+        self._served = {name: ServedAdapter(adapter=adapter, rank=0, parent="", loaded=0.0) for name, adapter in served}
 
     def find(self, name: str) -> ServedAdapter | None:
         return self._served.get(name)

@@ -70,7 +70,8 @@ class Credentials:
         self._usage_file = settings.first_keys.tenants.usage_file
         self.known = _known(settings.first_keys)
         self.tls = None if settings.ssl_certfile is None else ServerTls(settings)
-        self.on_tenants: Callable[[Sequence[TenantEntry]], None] = lambda _: None  # called after a reload
+        self.on_tenants: Callable[[Sequence[TenantEntry]], None] = lambda _: None  # called after a reload, as is
+        self.on_reloaded: Callable[[], None] = lambda: None
 
     async def reload(self) -> Reloaded:
         """Read all files again; from then on what they have holds. Raises BadRequest and changes nothing."""
@@ -91,7 +92,21 @@ class Credentials:
             if self.tls is not None and context is not None:
                 self.tls.show(context)
             self.on_tenants(self.known.tenants)
+            self.on_reloaded()
             return self._told(before)
+
+    def adopt(self, api: KnownKeys, tenants: tuple[TenantEntry, ...]) -> None:
+        """Take the keys of clients and the tenants that another process has read."""
+        self.known = Known(api=api, admin=self.known.admin, tenants=tenants)
+        self.on_tenants(tenants)
+
+    async def adopt_certificate(self) -> None:
+        """Show the certificate that another process has found to be good; one that is gone leaves the old one."""
+        if self.tls is not None:
+            try:
+                self.tls.show(await asyncio.to_thread(self.tls.read))
+            except ConfigError as error:
+                log.error("the certificate stays as it was: %s", error)
 
     def _told(self, before: Known) -> Reloaded:
         expires = None if self.tls is None else self.tls.expires

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import logging
@@ -9,7 +10,7 @@ import resource
 import socket
 import ssl
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,13 @@ import uvicorn
 from quire_engine.errors import ConfigError
 from quire_server.http.body_limits import LARGEST_BODY
 from quire_server.http.connection import Connection, ConnectionConfig, ConnectionLimits
+from quire_server.http.credentials import Credentials
 from quire_server.http.sse import WritePace, bound_buffers
+from quire_server.http.starting import AppSwitch
 from quire_server.settings import ServerLimits, Settings
+
+CLOSING_SECONDS = 1.0  # for data in the sockets' buffers, at the stop
+_BACKLOG = 2048  # connections that wait to be accepted, as with a single process
 
 log = logging.getLogger("quire")
 
@@ -68,6 +74,46 @@ def bind(settings: Settings) -> socket.socket:
     return sock
 
 
+def bind_for(settings: Settings, count: int) -> list[socket.socket]:
+    """Listening sockets for `count` processes on one address. Raises ConfigError naming the setting.
+
+    Each process has a socket of its own (SO_REUSEPORT), so that the system spreads new connections over them evenly:
+    of one that all share, the process that wakes first accepts all that have come. The caller keeps the
+    sockets open, so that connections for a process that has ended wait for the next one. The first is bound without
+    the option, which fails where another server has the port. Sockets in the file system cannot be bound twice: there
+    all share one.
+    """
+    first = bind(settings)
+    try:
+        sockets = [first]
+        if settings.uds is None:
+            first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        while len(sockets) < count:
+            sockets.append(first if settings.uds is not None else _beside(first))
+        for each in dict.fromkeys(sockets):
+            each.listen(_BACKLOG)
+    except OSError as error:
+        first.close()
+        raise ConfigError(
+            f"--api-server-count {count}: the system does not let several processes listen: {error}"
+        ) from None
+    return sockets
+
+
+def _beside(first: socket.socket) -> socket.socket:
+    """A socket on the address of another one."""
+    sock = socket.socket(first.family, first.type, first.proto)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    sock.bind(first.getsockname())
+    return sock
+
+
+def address_of(sock: socket.socket, settings: Settings) -> tuple[str, int | None]:
+    """Where a socket listens, as a URL or a path, and its port."""
+    return _address(sock, "http" if settings.ssl_certfile is None else "https")
+
+
 async def serve(
     app: Callable[..., Any],
     settings: Settings,
@@ -77,10 +123,12 @@ async def serve(
     on_connections: Callable[[int], None] = lambda _: None,
     limits: ServerLimits | None = None,
     tls: ssl.SSLContext | None = None,
+    owns_path: bool = True,
 ) -> None:
     """Accept connections on a bound socket until stopped. `on_started` is called once, when clients can connect.
 
     `on_connections` is called with the number of open connections. Without `limits` their defaults hold.
+    `owns_path`: a Unix socket's path ends with this server.
     """
     limits = limits or ServerLimits()
     allow_connections(settings.max_connections)
@@ -127,8 +175,54 @@ async def serve(
         await server.serve(sockets=[sock])
     finally:
         sock.close()
-        if settings.uds is not None:
+        if settings.uds is not None and owns_path:
             settings.uds.unlink(missing_ok=True)
+
+
+@contextlib.asynccontextmanager
+async def listening_on(
+    sock: socket.socket,
+    switch: AppSwitch,
+    settings: Settings,
+    credentials: Credentials,
+    limits: ServerLimits | None = None,
+    *,
+    owns_path: bool = True,
+) -> AsyncIterator[tuple[Listening, asyncio.Task[None]]]:
+    """Accept connections on a socket; on exit, wait briefly for replies, then close their connections.
+
+    `limits`, `owns_path`: see `serve`.
+    """
+    with contextlib.closing(sock):
+        started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
+        serving = asyncio.create_task(
+            serve(
+                switch,
+                settings,
+                sock=sock,
+                on_started=started.set_result,
+                on_connections=switch.tell_connections,
+                tls=None if credentials.tls is None else credentials.tls.context,
+                limits=limits,
+                owns_path=owns_path,
+            ),
+            name="listener",
+        )
+        try:
+            waited: list[asyncio.Future[Any]] = [started, serving]
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if not started.done():
+                serving.result()
+            try:
+                yield started.result(), serving
+            finally:
+                started.result().stop(False)
+                await asyncio.wait([serving], timeout=CLOSING_SECONDS)
+                started.result().stop(True)
+                await serving
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
 
 
 class _Server(uvicorn.Server):

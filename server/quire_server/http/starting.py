@@ -135,10 +135,14 @@ class AppSwitch:
         self._app = app
         self._serving = AsyncExitStack()
 
-    async def open(self, app: FastAPI) -> None:
-        """Start the application's lifespan and send all further requests to it."""
+    async def open(self, app: FastAPI, around: ASGIApp | None = None) -> None:
+        """Start the application's lifespan and send all further requests to it, or to what is `around` it."""
         await self._serving.enter_async_context(app.router.lifespan_context(app))
-        self._app = app
+        self._app = app if around is None else around
+
+    async def close(self) -> None:
+        """End the serving application's lifespan."""
+        await self._serving.aclose()
 
     def tell_connections(self, number: int) -> None:
         """The listener's number of open connections has changed."""
@@ -157,5 +161,5 @@ class AppSwitch:
         await receive()
         await send({"type": "lifespan.startup.complete"})
         await receive()
-        await self._serving.aclose()
+        await self.close()
         await send({"type": "lifespan.shutdown.complete"})

@@ -127,9 +127,8 @@ class Metrics:
         self.loop_stall = stalls.observe
         self._load_ratio = load_progress(values)
         self._connections = values.gauge("quire_http_connections", "Connections that are open.")
-        self.connections = self._connections.set
         self._body_bytes = values.gauge("quire_http_body_bytes", "Bytes of large request bodies that are held.")
-        self.body_bytes = self._body_bytes.set
+        self.connections, self.body_bytes = self._connections.set, self._body_bytes.set
         self.bytes_waiting: Callable[[], int] = lambda: 0  # of replies; read at each scrape
         self._waiting_bytes = values.gauge(
             "quire_reply_bytes_waiting",

@@ -50,6 +50,7 @@ async def load_lora_adapter(order: Annotated[LoadOrder, json_body(LoadOrder)], r
     served = await state_of(request).adapters.load(
         order.lora_name, order.lora_path, in_place=order.load_inplace, parent=order.base_model_name or ""
     )
+    await state_of(request).settle()
     log.warning("the adapter %s was loaded: sha256:%s, rank %d", order.lora_name, served.adapter.digest, served.rank)
     return PlainTextResponse(f"Success: LoRA adapter '{order.lora_name}' added successfully.")
 
@@ -65,5 +66,6 @@ async def unload_lora_adapter(
     """Forget an adapter's name; the requests that have it finish."""
     request.scope["state"]["arguments"] = order.model_dump(exclude_defaults=True)
     await state_of(request).adapters.unload(order.lora_name)
+    await state_of(request).settle()
     log.warning("the adapter %s was unloaded", order.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{order.lora_name}' removed successfully.")

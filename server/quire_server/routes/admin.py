@@ -107,6 +107,7 @@ async def drain(request: Request) -> DrainStatus:
     state = state_of(request)
     if not state.draining:
         state.draining = True
+        await state.settle()
         log.warning("draining by order: no new requests are taken; %d are unfinished", state.client.in_flight)
     return _status(state)
 
@@ -119,6 +120,7 @@ async def undo_drain(request: Request) -> DrainStatus:
         raise Conflict("The server is shutting down, which cannot be undone.", code="shutting_down")
     if state.draining:
         state.draining = False
+        await state.settle()
         log.warning("requests are taken again")
     return _status(state)
 
@@ -177,7 +179,9 @@ async def reload(request: Request) -> Reloaded:
 
     Where one cannot be used, nothing changes and the reply is 400. Streams and connections go on.
     """
-    return await state_of(request).credentials.reload()
+    reloaded = await state_of(request).credentials.reload()
+    await state_of(request).settle()
+    return reloaded
 
 
 @router.get("/usage", response_model=UsageReply)
@@ -187,6 +191,7 @@ async def usage(
     day: Annotated[date | None, Query(description="only this one, as in 2026-01-31")] = None,
 ) -> Response:
     """Requests and tokens by day (UTC), tenant and model, the latest day first."""
+    await state_of(request).settle()
     return usage_reply(state_of(request), {}, tenant=tenant, day=day)
 
 

@@ -13,4 +13,5 @@ router = APIRouter(tags=["metrics"])
 @router.get("/metrics", response_class=PlainTextResponse)
 async def scrape(request: Request) -> Response:
     state = state_of(request)
+    await state.settle()
     return Response(state.metrics.render(state.load_ratio()), media_type=state.metrics.content_type)

@@ -61,6 +61,7 @@ class OwnUsage(UsageReply):
 async def own_usage(request: Request) -> Response:
     """The caller's own requests and tokens by day (UTC) and model, and its budgets."""
     state, name = state_of(request), account_of(request)
+    await state.settle()
     budgets = [
         {
             "period": each.period,

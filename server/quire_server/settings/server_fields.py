@@ -100,6 +100,9 @@ class ServerFields(BaseModel):
     )
 
     # -- Lifetime
+    api_server_count: Annotated[int, Field(ge=1, le=64)] = option(
+        1, "Lifetime", "processes that accept connections and do the text of requests; with 2 or more beside a main one"
+    )
     replicas: Annotated[int, Field(ge=1, le=64)] = option(
         1, "Lifetime", "engines that share the cores and the memory; streams of one that is lost go on with the others"
     )

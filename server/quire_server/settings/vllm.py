@@ -339,7 +339,7 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_off("enable-ssl-refresh", "SIGHUP or POST /admin/reload reads a new certificate"),
     *_never("ssl-ciphers", "the ciphers are those that Python's ssl module takes to be safe"),
     *_never("middleware", _PLUGIN, "values"),
-    *_only("api-server-count,-asc", "1", "one process answers HTTP"),
+    *_is("api-server-count,-asc", "api_server_count"),
     *_off("grpc", "HTTP only"),
     *_never("grpc-port", "HTTP only"),
     *_off("enable-scale-out", "/v1/completions takes and gives token ids; a template is rendered by /tokenize"),

@@ -62,6 +62,9 @@ class OllamaRenderer:
         calls = self._whole_calls(is_last=True)
         return _encode(self._part(delta.text, delta.reasoning, calls, delta) | self._ending(delta))
 
+    def around_text(self) -> None:
+        """Frames are of other parts."""
+
     def failure(self, error: ApiError) -> bytes:
         """The line with which a stream ends; clients raise it."""
         return _line(ollama_body(error))
