@@ -26,7 +26,7 @@ HELP := \
   "schema-test    500 outputs under real JSON schemas" \
   "draft-test     5,000 answers with guessed tokens and without" \
   "schedule-test  the scheduler under random calls, at length; half an hour" \
-  "property-test  random replies and logs, at length; ten minutes" \
+  "property-test  random replies, logs and histories, at length; a quarter of an hour" \
   "model-matrix   further sizes of chunks and batches of the models; two minutes" \
   "damage-test    100,000 damaged files of weights; a quarter of an hour" \
   "token-test     tokens of GGUF files, held against llama.cpp's; builds llama.cpp, a quarter of an hour" \
@@ -202,10 +202,13 @@ schedule-test: $(VENV)/.dev
 	  tests/property/test_cache_shares.py tests/property/test_swapping.py \
 	  tests/unit/engine/scheduling/test_forecast.py tests/unit/engine/scheduling/test_tenant_shares.py $(ARGS)
 
-# Random replies in every format of tool calls, and random schedules whose logs replay, at length; ten minutes.
+# Random replies in every format of tool calls, random schedules whose logs replay, and 10,000 histories with decodes in
+# columns and without, at length; a quarter of an hour.
 property-test: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 20 --timeout 3600 tests/property/test_reply_parser.py \
 	  tests/property/test_step_log_replay.py tests/property/test_beams.py $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 40 --timeout 3600 \
+	  tests/property/test_decode_columns.py $(ARGS)
 
 # Damaged files of weights: 100,000 of GGUF and of safetensors, each read or refused in one line; a quarter of an hour.
 damage-test: $(VENV)/.dev

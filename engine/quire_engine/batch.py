@@ -96,9 +96,18 @@ class Batch:
     released: tuple[int, ...] = ()  # sequences that have lost their blocks since the batch before
 
     @property
+    def others(self) -> tuple[ScheduledSequence, ...]:
+        """The slices that are not rows of columns: all, but for a `decodes.BatchInColumns`."""
+        return self.items
+
+    def whole(self) -> Batch:
+        """The batch without columns."""
+        return self
+
+    @property
     def num_drafts(self) -> int:
         """Guessed tokens of all items, which `num_tokens` counts too."""
-        return sum([item.num_drafts for item in self.items])
+        return sum([item.num_drafts for item in self.others])
 
     @property
     def num_prefills(self) -> int:
@@ -134,6 +143,9 @@ class StepResult:
     how the prompt was cut; `errors[id]` fails that sequence.
     Items in `starved` were not computed, because the device had no memory for them even alone; they may be tried again.
     Items in `non_finite` have an error too: a row held NaN or infinity, so their blocks must not be shared.
+
+    Where the batch has decodes in columns, `decoded` may have the token of each row instead of `samples`; a row with a
+    negative number has its entry in `samples` or in `errors`.
     """
 
     samples: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
@@ -142,4 +154,5 @@ class StepResult:
     errors: dict[int, str] = field(default_factory=dict)
     starved: set[int] = field(default_factory=set)  # sequence ids
     non_finite: set[int] = field(default_factory=set)  # sequence ids
+    decoded: Sequence[int] | None = None
     num_padding_rows: int = field(default=0, compare=False)  # rows that were computed in addition to the batch's own

@@ -16,6 +16,7 @@ from quire_engine.adapter_turns import AdapterTurns
 from quire_engine.batch import Batch, StepResult
 from quire_engine.errors import InfeasibleRequest, ModelLoadError, Unanswerable
 from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.token_columns import Outputs, step_output
 from quire_engine.types import (
     DEADLINE_EXCEEDED,
     DEADLINE_PASSED,
@@ -287,11 +288,12 @@ class Engine:
         if self._preparing:
             self._admit_prepared()
         started = self._clock()
-        outputs, self._unsent = self._unsent, []
-        outputs += self._scheduler.expire(started)
+        refused, self._unsent = self._unsent, []
+        outputs = Outputs(others=refused + self._scheduler.expire(started))
         execute_seconds = 0.0
         if self._in_flight and self._scheduler.needs_results:
-            execute_seconds += self._collect(outputs)
+            outputs, seconds = self._collect(outputs)
+            execute_seconds += seconds
         batch = self._scheduler.schedule(started)
         if batch is not None:
             launched = self._clock()
@@ -299,11 +301,12 @@ class Engine:
             execute_seconds += self._clock() - launched
             self._in_flight.append(batch)
         if self._in_flight and (batch is None or len(self._in_flight) == self._executor.max_in_flight):
-            execute_seconds += self._collect(outputs)
+            outputs, seconds = self._collect(outputs)
+            execute_seconds += seconds
         self._checked = False
         if self._check_every_step:
             self._check()
-        if batch is None and not outputs and not self._stats_changed:
+        if batch is None and not len(outputs) and not self._stats_changed:
             return
         self._stats_changed = False
         step_seconds = self._clock() - started
@@ -317,9 +320,9 @@ class Engine:
         if preparing:
             stats = replace(stats, waiting_adapters=stats.waiting_adapters | preparing)
         self.on_step(
-            StepOutput(
+            step_output(
+                outputs,
                 step_id=self._step_id,
-                outputs=tuple(outputs),
                 stats=stats,
                 prefixes=self._scheduler.take_prefixes(),
                 cache_events=self._scheduler.take_cache_events(),
@@ -375,16 +378,16 @@ class Engine:
             self._preparing[request.request_id] = request
             self._stats_changed = True
 
-    def _collect(self, outputs: list[TokenOutput]) -> float:
-        """Apply the earliest step in flight; returns the seconds spent waiting for it."""
+    def _collect(self, before: Outputs) -> tuple[Outputs, float]:
+        """Apply the earliest step in flight; returns all outputs, and the seconds spent waiting for the step."""
         batch = self._in_flight.popleft()
         started = self._clock()
         result = self._executor.collect()
         finished = self._clock()
-        outputs += self._scheduler.apply(batch, result, finished)
+        outputs = self._scheduler.apply_columns(batch, result, finished).behind_others(before)
         self._step_id = batch.step_id
         self._num_padding_rows += result.num_padding_rows
-        return finished - started
+        return outputs, finished - started
 
     def _check(self) -> None:
         self._scheduler.check_invariants()

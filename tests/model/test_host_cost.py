@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from benchmarks.host_cost import PARTS, run
 
 
-def test_every_part_of_every_step_is_timed() -> None:
-    times = run(64, 20, 128)
-    assert set(times) == {*PARTS, "sum", "model input"}
-    assert all(len(values) == 20 and min(values) > 0 for values in times.values())
+@pytest.mark.parametrize(("sequences", "steps"), [(64, 20), (256, 2)])  # where prompts take many steps to be in, too
+def test_every_part_of_every_step_is_timed(sequences: int, steps: int) -> None:
+    times = run(sequences, steps, 128)
+    assert set(times) == {*PARTS, "sum", "model input", "garbage"}
+    assert all(len(values) == steps and min(values) > 0 for values in times.values())

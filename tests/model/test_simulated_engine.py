@@ -59,7 +59,7 @@ def on_a_gpu(
     num_host_blocks: int = 0,
     speculate: Speculate | None = None,
 ) -> tuple[BuiltEngine, SimulatedDevice]:
-    """The same engine with the runner that a GPU would have."""
+    """The same engine with the runner that a GPU would have, and decodes in columns from the first on."""
     device = SimulatedDevice()
     monkeypatch.setattr(quire_engine.execution.executor, "CudaDevice", lambda _: device)
     config = built.plan.scheduler
@@ -85,7 +85,7 @@ def on_a_gpu(
     )
     assert isinstance(executor._runner, GpuRunner)
     config = replace(config, plans_ahead=ahead, num_host_blocks=num_host_blocks)
-    scheduler = Scheduler(config, speculate=speculate)
+    scheduler = Scheduler(config, speculate=speculate, columns_from=0)
     return BuiltEngine(plan=built.plan, executor=executor, scheduler=scheduler, grammars=built.grammars), device
 
 
@@ -155,6 +155,37 @@ def test_clients_see_the_same_when_requests_are_swapped(monkeypatch, ahead, eage
     stats = gpu.scheduler.stats()
     assert stats.total_preemptions_by_mode["swap"] > 0
     assert stats.total_swapped_in_blocks > 0
+
+
+def plain_requests() -> list[GenerationRequest]:
+    """Requests that decode in columns: greedy and drawn, some with a common beginning, of many lengths."""
+    shared = random_ids(20, 99)
+    return [
+        GenerationRequest(
+            request_id=f"plain{i}",
+            prompt_token_ids=(*shared[: 4 * i], *random_ids(5 + 2 * i, i)),
+            sampling=SamplingParams(temperature=(0.0, 0.9, 0.0, 1.2)[i % 4], top_k=9 * (i % 2), seed=i),
+            stop=StopParams(max_new_tokens=12 + 3 * i, stop_token_ids=tuple(range(0, 512, 64))),
+        )
+        for i in range(9)
+    ]
+
+
+@pytest.mark.parametrize("ahead", [True, False, None])
+def test_clients_see_the_same_with_decodes_in_columns(monkeypatch, ahead):
+    """On a GPU, one step ahead or not, and on a CPU, beside requests that no column takes."""
+    wanted = [each for pair in zip(plain_requests(), requests(), strict=False) for each in pair]
+    host = build(asked())
+    right = generate(host, wanted)
+    in_columns: list[int] = []
+    if ahead is None:
+        built = replace(host, scheduler=Scheduler(host.plan.scheduler, columns_from=0))
+    else:
+        built, _ = on_a_gpu(monkeypatch, host, ahead=ahead)
+    found = generate(built, wanted, on_batch=lambda batch: in_columns.append(len(batch.items) - len(batch.others)))
+    assert found == right
+    assert max(in_columns) > 2
+    assert sum(in_columns) > 50
 
 
 def test_which_runner_is_made():

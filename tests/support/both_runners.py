@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from quire_engine.batch import Batch
 from quire_engine.execution.executor import Executor
 from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
 from quire_engine.execution.runner import Runner
 from support.checkpoints import shared_checkpoint
+from support.columns import Columns, flat
 from support.model_steps import Model
 from support.simulated_device import SimulatedDevice
 from support.simulated_kernels import SIMULATED
@@ -58,13 +60,14 @@ class Both:
         return check(self.executor, self.story.steps)
 
 
-def check(executor: Executor, steps: list[Told]) -> list[int]:
+def check(executor: Executor, steps: list[Told], *, columns: Columns | None = None) -> list[int]:
+    """`columns`: makes batches in columns of the story's."""
     padding: list[int] = []
-    launched: list[tuple[int, set[int]]] = []
+    launched: list[tuple[int, set[int], Batch]] = []
 
     def collect() -> None:
-        number, surplus = launched.pop(0)
-        result = executor.collect()
+        number, surplus, batch = launched.pop(0)
+        result = flat(batch, executor.collect())
         for sequence_id in surplus:
             result.samples.pop(sequence_id, None)
             result.errors.pop(sequence_id, None)
@@ -72,9 +75,10 @@ def check(executor: Executor, steps: list[Told]) -> list[int]:
         assert result == steps[number].result, f"step {number} differs"
         padding.append(result.num_padding_rows)
 
-    for number, (batch, surplus) in enumerate(ahead(steps)):
+    for number, (whole, surplus) in enumerate(ahead(steps)):
+        batch = columns.of(whole) if columns is not None else whole
         executor.launch(batch)
-        launched.append((number, surplus))
+        launched.append((number, surplus, batch))
         if len(launched) == executor.max_in_flight:
             collect()
     while launched:

@@ -12,7 +12,15 @@ from dataclasses import dataclass, field, replace
 
 from quire_engine.batch import PENDING, POOLED_BITS, Batch, SampledToken, ScheduledSequence, StepResult
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams, TokenLogprobs, TokenOutput
+from quire_engine.types import (
+    NON_FINITE,
+    BeamParams,
+    GenerationRequest,
+    SamplingParams,
+    StopParams,
+    TokenLogprobs,
+    TokenOutput,
+)
 from support.fake_model import VOCAB_SIZE, extend, sample, told
 from support.limits import scheduler_config
 
@@ -108,6 +116,7 @@ class FakeExecutor:
         self.errors: dict[int, str] = {}  # by sequence id: fails the sequence's next slice
         self._void: set[tuple[int, int]] = set()  # runs of sequences; of requests, where it is their prompt
         self.starved: set[int] = set()  # sequence ids: there is no memory for their next slice
+        self.non_finite: set[int] = set()  # sequence ids: their next row holds a value that is not finite
         self.num_copies = 0
         self.forgotten: list[int] = []  # blocks of the host
 
@@ -123,7 +132,7 @@ class FakeExecutor:
         return self.execute(self._launched.popleft())
 
     def execute(self, batch: Batch) -> StepResult:
-        batch = replace(batch, items=tuple(self._known(item) for item in batch.items))
+        batch = replace(batch.whole(), items=tuple(self._known(item) for item in batch.items))
         self.copy(batch)
         result = StepResult(starved={i.sequence_id for i in batch.items if i.sequence_id in self.starved})
         self.starved -= result.starved
@@ -160,6 +169,10 @@ class FakeExecutor:
                     token_id = sample(chain[item.end], choice)
                     scores = told(token_id, chain[item.end], item.sampling.num_logprobs)
                     result.samples[sequence_id] = (SampledToken(token_id=token_id, logprobs=scores),)
+                    if sequence_id in self.non_finite:
+                        self.non_finite.discard(sequence_id)
+                        result.non_finite.add(sequence_id)
+                        result.samples[sequence_id] = (SampledToken(error=NON_FINITE),)
         self._sampled = {sequence_id: samples[0].token_id for sequence_id, samples in result.samples.items()}
         return result
 

@@ -122,7 +122,7 @@ class Executor:
         self._runner.capture_largest()
 
     def _begin(self, batch: Batch, *, graphs: bool) -> BegunStep:
-        if not batch.items:  # none of them turned out to have a token to compute; others' blocks were swapped
+        if not batch.num_tokens:  # none of them turned out to have a token to compute; others' blocks were swapped
             return Computed(StepResult())
         try:
             self._inject(batch)

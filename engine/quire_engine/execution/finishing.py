@@ -220,7 +220,8 @@ class Finished:
     ) -> StepResult:
         """Of each choice the token, whether its logits were finite, and whether they left one to choose; `columns`:
         the bytes of `Finisher.columns`."""
-        step, result = self.step, StepResult(num_padding_rows=num_padding_rows)
+        step = self.step
+        result = StepResult(decoded=self._decoded(ids, finite, possible), num_padding_rows=num_padding_rows)
         values: list[float] = []
         if columns is not None:
             values = columns.cast("d").tolist()  # type: ignore[assignment]
@@ -236,7 +237,13 @@ class Finished:
                 told = self._told(step.choices[i], ids[i], values[told_at[i] : told_at[i] + width])
             return SampledToken(token_id=ids[i], logprobs=told)
 
-        i = 0
+        i = step.num_decodes
+        for at, is_finite in enumerate(finite[:i]) if result.decoded is not None else ():
+            if not (is_finite and possible[at]):
+                row = step.choices[at]
+                result.samples[row.sequence_id] = (sampled(at),)
+                if not is_finite:
+                    result.non_finite.add(row.sequence_id)
         while i < len(step.choices):
             row, first, drafts = step.choices[i], sampled(i), step.drafted.get(i, ())
             if not finite[i]:
@@ -252,6 +259,16 @@ class Finished:
         if columns is not None and step.pooled:
             self._read_pooled(columns, result)
         return result
+
+    def _decoded(self, ids: Sequence[int], finite: Sequence[int], possible: Sequence[int]) -> Sequence[int] | None:
+        """The tokens of the decodes in columns, -1 of one that failed; None: there are no such decodes."""
+        count = self.step.num_decodes
+        if not count:
+            return None
+        if all(finite[:count]) and all(possible[:count]):
+            return ids[:count]
+        fine = zip(ids[:count], finite, possible, strict=False)
+        return [token if is_finite and is_possible else -1 for token, is_finite, is_possible in fine]
 
     def _told(self, row: SampleRow, token_id: int, values: Sequence[float]) -> TokenLogprobs:
         asked = row.sampling.logprob_token_ids

@@ -42,15 +42,16 @@ def model_input(step: StepTensors, block_size: int, device: torch.device) -> Mod
         kv_slots=host_tensor(step.kv_slots, device),
         query_starts=host_tensor(step.query_starts, device),
         context_lens=host_tensor(step.context_lens, device),
-        block_tables=_tables([item.block_ids for item in step.items], kv_lens, block_size, device),
+        block_tables=_tables_of(step, kv_lens, block_size, device),
         query_lens=query_lens,
         kv_lens=kv_lens,
         max_query_len=max(query_lens, default=0),
         max_context_len=most,
         sample_rows=host_tensor(step.sample_rows, device),
         sampled=None,
-        sequence_ids=tuple([item.sequence_id for item in step.items]),
-        forks=tuple([tuple([fork.sequence_id for fork in item.forks]) for item in step.items]),
+        sequence_ids=_sequence_ids(step),
+        forks=((),) * step.num_decodes
+        + tuple([tuple([fork.sequence_id for fork in item.forks]) for item in step.items]),
         released=step.released,
     )
     if step.other_slots:
@@ -60,6 +61,25 @@ def model_input(step: StepTensors, block_size: int, device: torch.device) -> Mod
         if len(step.sample_rows) < step.num_rows
         else found
     )
+
+
+def _sequence_ids(step: StepTensors) -> tuple[int, ...]:
+    ids = () if step.decodes is None else tuple(step.decodes.sequence_ids.tolist())
+    return ids + tuple([item.sequence_id for item in step.items])
+
+
+def _tables_of(step: StepTensors, kv_lens: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """[B, M] int32: as `_tables`, but that anything may lie behind the blocks of a decode in columns."""
+    blocks, count = [item.block_ids for item in step.items], step.num_decodes
+    if step.decodes is None:
+        return _tables(blocks, kv_lens, size, device)
+    width = -(-max(kv_lens) // size)
+    known = torch.from_numpy(step.decodes.tables)[:, :width]
+    tables = torch.zeros(len(kv_lens), width, dtype=torch.int32)
+    tables[:count, : known.shape[1]] = known
+    others = _tables(blocks, kv_lens[count:], size, torch.device("cpu"))
+    tables[count:, : others.shape[1]] = others
+    return tables.to(device)
 
 
 def _tables(blocks: Sequence[tuple[int, ...]], kv_lens: tuple[int, ...], size: int, device: torch.device) -> Tensor:

@@ -103,7 +103,7 @@ def _part(batch: Batch, first: int, last: int) -> Batch:
     """Some of the items; the copies before the step were made."""
     items = batch.items[first:last]
     return replace(
-        batch,
+        batch.whole(),
         items=items,
         num_tokens=sum(item.num_tokens for item in items),
         num_decodes=sum(item.is_decode for item in items),

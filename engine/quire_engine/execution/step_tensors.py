@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from quire_engine.batch import PENDING, Batch, ScheduledSequence
+from quire_engine.decodes import BatchInColumns, Decodes
 from quire_engine.execution.logit_rules import SampleRow, draws, id_error, may_have_rules
 
 
@@ -29,13 +30,16 @@ class Pooled(NamedTuple):
 class StepTensors:
     """A step of T rows, B sequences and S sample rows in the order of the batch, as arrays of the host.
 
+    Decodes in columns come first, and are not among the `items`.
+
     With rows apart each row of a decode with drafts counts as a sequence in the arrays of those, with the same blocks.
 
     Sample rows are the rows that are needed behind the last layer. Those of a prompt that is pooled end in a sum; the
     others are the rows of logits, among which `choices` and `score_rows` count.
     """
 
-    items: tuple[ScheduledSequence, ...] = ()  # [B]
+    items: tuple[ScheduledSequence, ...] = ()  # [B], without columns
+    decodes: Decodes | None = None
     released: tuple[int, ...] = ()  # sequences that need nothing any more of what the model keeps for them
     # Of the rows.
     ids: array[int] = field(default_factory=_wide)  # [T]; 0 where the token is pending
@@ -70,6 +74,11 @@ class StepTensors:
     @property
     def num_rows(self) -> int:
         return len(self.ids)
+
+    @property
+    def num_decodes(self) -> int:
+        """Rows of columns."""
+        return 0 if self.decodes is None else len(self.decodes)
 
     @property
     def num_logit_rows(self) -> int:
@@ -129,11 +138,12 @@ def step_tensors(
     one that wants a sample or is pooled at its end has its last row, else none. Raises ValueError for a token id
     outside the vocabulary: a GPU answers an index out of range by ending the process.
     """
-    others = batch.items[0].other_block_ids if batch.items else ()
-    items = batch.items
+    items = batch.others
+    others = items[0].other_block_ids if items else ()
     if batch.num_drafts:
         items = tuple([_with_possible_drafts(item, vocab_size, check_drafts) for item in items])
     step = StepTensors(items=items, released=batch.released, other_slots=tuple(_wide() for _ in others))
+    _add_decodes(step, batch, block_size, vocab_size)
     for item in items:
         start, num_tokens = item.start, len(item.token_ids)
         if num_tokens == 1:  # a decode: most items of most steps
@@ -165,6 +175,39 @@ def step_tensors(
                 step.add_choice(SampleRow.of(item, fork.sequence_id, fork.choice, row), vocab_size)
     _add_adapters(step)
     return step
+
+
+def _add_decodes(step: StepTensors, batch: Batch, block_size: int, vocab_size: int) -> None:
+    """The first rows of a step are those in columns: a decode each, whose token is chosen by no rules."""
+    if not isinstance(batch, BatchInColumns):
+        return
+    step.decodes = decodes = batch.decodes
+    count = len(decodes)
+    ids, ends = decodes.token_ids, decodes.positions + 1
+    if int(ids.max()) >= vocab_size or int(ids.min()) < 0:
+        for row, token in enumerate(ids.tolist()):
+            if token == PENDING:
+                step.pending[row] = decodes.rows[row].sequence_id
+            elif not 0 <= token < vocab_size:
+                raise _outside(vocab_size)
+        ids = ids.clip(0)
+    step.ids.frombytes(ids.tobytes())
+    step.positions.frombytes(decodes.positions.tobytes())
+    step.kv_slots.frombytes(decodes.kv_slots(block_size).tobytes())
+    step.context_lens.frombytes(ends.astype("i").tobytes())
+    step.query_starts.extend(range(1, count + 1))
+    step.sampled_starts.extend(range(1, count + 1))
+    step.sample_rows.extend(range(count))
+    step.choice_rows.extend(range(count))
+    places = zip(decodes.rows, ends.tolist(), range(count), strict=True)
+    step.choices.extend(
+        [
+            SampleRow(row.sampling, row.stop, row.choice, row.prompt_token_ids, (), end, at, row.sequence_id)
+            for row, end, at in places
+        ]
+    )
+    if decodes.draws:
+        step.draws = any(draws(row.sampling) for row in decodes.rows)
 
 
 def _add_row(step: StepTensors, item: ScheduledSequence, start: int, block_size: int, vocab_size: int) -> None:
@@ -200,6 +243,7 @@ def _add_rows(step: StepTensors, item: ScheduledSequence, block_size: int, vocab
 def _add_adapters(step: StepTensors) -> None:
     step.adapters = list(dict.fromkeys([item.adapter for item in step.items if item.adapter]))
     if step.adapters:
+        step.adapter_slots.extend((-1,) * step.num_decodes)
         for item in step.items:
             slot = step.adapters.index(item.adapter) if item.adapter else -1
             step.adapter_slots.extend((slot,) * len(item.token_ids))

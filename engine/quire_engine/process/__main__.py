@@ -51,7 +51,7 @@ def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
     from quire_engine.build import build  # noqa: PLC0415
     from quire_engine.config import EngineConfig  # noqa: PLC0415
     from quire_engine.engine import Engine  # noqa: PLC0415
-    from quire_engine.process.loop import EngineLoop  # noqa: PLC0415
+    from quire_engine.process.loop import EngineLoop, Garbage  # noqa: PLC0415
 
     start, *early = _receive_start(connection, decoder)
     if not isinstance(start, EngineConfig):
@@ -71,15 +71,15 @@ def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
         adapters=built.adapters,
         check_invariants=start.check_invariants,
     )
-    loop = (
-        GarblingLoop(engine, connection, decoder, start.faults, alive_seconds=start.alive_seconds)
-        if start.faults
-        else EngineLoop(engine, connection, decoder, alive_seconds=start.alive_seconds)
-    )
-    # Imported and loaded objects stay alive: freeze them, so that collections during steps do not scan them.
+    # Imported and loaded objects stay alive: freeze them, so that collections between steps do not scan them.
     gc.collect()
     gc.freeze()
-    gc.enable()
+    alive, garbage = start.alive_seconds, Garbage()
+    loop = (
+        GarblingLoop(engine, connection, decoder, start.faults, alive_seconds=alive, garbage=garbage)
+        if start.faults
+        else EngineLoop(engine, connection, decoder, alive_seconds=alive, garbage=garbage)
+    )
     loop.send(built.plan)
     loop.run(early)
     built.close()

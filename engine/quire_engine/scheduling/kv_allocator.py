@@ -466,6 +466,17 @@ def adopt(
     return block
 
 
+def grow(kv: KVAllocator, sequence: Sequence) -> None:
+    """As `reserve`, for a decode in columns, which shares no block: one more, since its last one is full."""
+    kv._extend(sequence, sequence.kv.table, sequence.kv.table.num_slots + 1)
+
+
+def fill(kv: KVAllocator, sequence: Sequence, num_computed: int) -> None:
+    """As `commit`, for a decode in columns, whose counts are there: its last block is full of applied results."""
+    if kv._caching:
+        kv._commit_blocks(sequence, num_computed // kv.block_size)
+
+
 def _check_references(pool: BlockPool, held: Counter[int], sequences: Iterable[Sequence]) -> None:
     """Each block is counted as often as it is held, and the blocks of a table have its request's scope."""
     for block in range(pool.num_blocks):

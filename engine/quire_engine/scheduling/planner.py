@@ -6,7 +6,7 @@ One step, `Planner.plan`, assigns `max_num_batched_tokens` tokens:
  1. the elder stays the elder until it ends; then `ElderRule.choose` picks the overdue group that arrived first;
  2. `Admission.seat`: a waiting elder enters, and other groups are preempted as needed;
  3. `_serve_elder`: the elder gets its decodes, and tokens of its prompt up to `min_chunk` in all;
- 4. `_serve_decodes`: every other running sequence with one token to compute gets it;
+ 4. `_serve_decodes`: every other running sequence with one token to compute gets it, those in the columns all at once;
  5. if sequences decode, `ItlTarget.prompt_tokens` limits the tokens left for prompts;
  6. `_serve_prefills`: the running groups' unfinished prompts get chunks of the size of `FixedChunk`, except those that
     `PromptTurns` defers;
@@ -29,6 +29,7 @@ from itertools import chain, takewhile
 from quire_engine.invariants import InvariantViolation, require
 from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.blocks import NO_MATCH, PrefixMatch
+from quire_engine.scheduling.decode_columns import DecodeColumns
 from quire_engine.scheduling.fairness import Accounts
 from quire_engine.scheduling.forecast import CapacityPolicy, has_room
 from quire_engine.scheduling.kv_allocator import KVAllocator
@@ -50,6 +51,8 @@ class Planner:
         policies: Policies,
         kv: KVAllocator,
         roster: Roster,
+        *,
+        columns: DecodeColumns,
         swapping: Swapping | None = None,
     ) -> None:
         self.elder: Group | None = None
@@ -58,6 +61,7 @@ class Planner:
         self._policies = policies
         self._kv = kv
         self._roster = roster
+        self._columns = columns
         is_fair = limits.scheduling_policy == "wfq"
         self.accounts = Accounts(of_everyone=is_fair)
         self._classes = ClassShares(limits.batch_min_share)
@@ -68,7 +72,7 @@ class Planner:
             else None
         )
         preemptor = Preemptor(limits, policies, kv, roster, shares=shares, swapping=swapping)
-        self._assigner = Assigner(policies.chunk, kv, preemptor)
+        self._assigner = Assigner(policies.chunk, kv, preemptor, columns)
         self.admission = Admission(
             limits,
             queue=policies.queue,
@@ -90,6 +94,8 @@ class Planner:
         if self.elder is not None:
             if self.elder is not last:
                 plan.note("elder", self.elder)
+                for sequence in self.elder.sequences:
+                    sequence.settle()
             self._serve_elder(self.elder, plan, now)
         prefilling = self._serve_decodes(plan)
         if prefilling or self._roster.waiting:
@@ -100,9 +106,10 @@ class Planner:
         self._assign_rest(prefilling, plan)
         self.admission.note_kv_wait(now)
         self.accounts.charge(plan)
-        self._classes.note(plan, self._roster.running, self._roster.waiting)
+        layout = self._columns.layout(self._roster.running)
+        self._classes.note(plan, self._roster.running, self._roster.waiting, batch_rows=layout.num_batch)
         if self._policies.charge is not None and self._roster.waiting:
-            self._policies.charge(plan.slices)
+            self._policies.charge(plan.every_slice(layout))
         self._kv.unpin()
         return plan
 
@@ -129,6 +136,8 @@ class Planner:
         for side, partial in Counter(group.side for group in others if group.is_prefilling).items():
             require(partial <= limits.max_num_partial_prefills, f"{partial} requests of {side} compute their prompts")
         require(self.elder not in roster.held.values(), "the elder is held")
+        require(self.elder not in self._columns, "the elder is in the columns")
+        self._columns.check(roster.running)
 
     def _elder(self, step: int) -> Group | None:
         if self.elder is None or self.elder.state == "finished":
@@ -149,11 +158,14 @@ class Planner:
 
     def _serve_decodes(self, plan: StepPlan) -> list[Group]:
         """Assign one token to every running decode; returns the groups that have more than one token to compute."""
-        return [
+        plan.serve_rows(len(self._columns))
+        others = [
             group
-            for group in list(self._roster.running)
+            for group in self._columns.to_serve(self._roster.running)
             if group.state == "running" and self._assigner.assign_decodes(group, plan)
         ]
+        plan.end_decodes()
+        return others
 
     def _serve_prefills(self, groups: list[Group], plan: StepPlan) -> int:
         """Assign chunks of unfinished prompts; returns how many groups besides the elder stay unfinished."""
@@ -465,9 +477,10 @@ def _tokens_left(group: Group) -> int:
 class Assigner:
     """Assigns a step's token budget to running sequences and reserves their KV blocks."""
 
-    def __init__(self, chunk: FixedChunk, kv: KVAllocator, preemptor: Preemptor) -> None:
+    def __init__(self, chunk: FixedChunk, kv: KVAllocator, preemptor: Preemptor, columns: DecodeColumns) -> None:
         self._chunk = chunk
         self._kv = kv
+        self._columns = columns
         self._preemptor = preemptor
 
     def assign(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
@@ -480,7 +493,14 @@ class Assigner:
         return True
 
     def assign_decodes(self, group: Group, plan: StepPlan) -> bool:
-        """One token for each sequence that has one token left; True if any sequence has more."""
+        """One token for each sequence that has one token left; True if any sequence has more.
+
+        A group in the columns has its token, and wants a block.
+        """
+        if group in self._columns:
+            if self._kv.num_available or self._preemptor.free_blocks(group, 1, plan):
+                self._columns.grow(group.leader)
+            return False
         has_more = False
         for sequence in group.computing:
             pending = group.pending(sequence)
@@ -508,6 +528,8 @@ class Assigner:
 
     def stays_partial(self, group: Group, plan: StepPlan) -> bool:
         """Whether the group will be in the middle of its known tokens after this step."""
+        if group in self._columns:
+            return False
         if any(group.pending(sequence) > plan.slices.get(sequence, 0) for sequence in group.computing):
             return True
         return any(follower.num_output_tokens > 0 for follower in group.followers())
@@ -589,6 +611,8 @@ class Preemptor:
     def _preempt(self, group: Group, cause: PreemptionCause, plan: StepPlan, *, by: Group) -> None:
         """Preempt `group` for the group `by`, which may be the same one."""
         copied_from = plan.take_back(group)
+        for sequence in group.sequences:
+            sequence.settle()
         self._kv.cancel_copies(group.sequences, copied_from.keys())
         is_kept = self._swapping is not None and self._swapping.swap_out(group, copied_from)
         num_kept = (

@@ -56,7 +56,7 @@ class Roster:
                     sequence_id=next(self._sequence_ids),
                     choice=choice,
                     group=group,
-                    token_ids=[*request.prompt_token_ids, *resumed[choice]],
+                    own_token_ids=[*request.prompt_token_ids, *resumed[choice]],
                     num_prompt_tokens=len(request.prompt_token_ids),
                     kv=SequenceKV(tables=tuple([PageTable(self._kv.block_size, each) for each in self._kv.groups])),
                 )
@@ -82,6 +82,7 @@ class Roster:
         `is_kept`: its blocks are swapped out already.
         """
         if not is_kept:
+            _settle(group)
             group.preempt()
             for sequence in group.sequences:
                 self._kv.release(sequence)
@@ -95,6 +96,7 @@ class Roster:
     def hold(self, group: Group) -> None:
         """Take a live group out of its queue and free its blocks."""
         if group.state == "running":
+            _settle(group)
             group.preempt()
             for sequence in group.sequences:
                 self._kv.release(sequence)
@@ -126,6 +128,7 @@ class Roster:
     def end(self, sequence: Sequence) -> None:
         """End a choice, and its group with the last one."""
         group = sequence.group
+        sequence.settle()
         self._kv.release(sequence)
         del self.sequences[sequence.sequence_id]
         was = group.state
@@ -174,10 +177,15 @@ class Roster:
                 _check_sequence(sequence)
 
 
+def _settle(group: Group) -> None:
+    for sequence in group.sequences:
+        sequence.settle()
+
+
 def _check_sequence(sequence: Sequence) -> None:
     group = sequence.group
     name = f"{_name(group)}, choice {sequence.choice}"
-    known = len(sequence.token_ids) + sequence.kv.num_lent
+    known = sequence.num_known + sequence.kv.num_lent
     computed, reserved = sequence.kv.num_computed, sequence.kv.num_reserved
     blocks = sequence.kv.table.num_blocks_for(reserved)
     require(len(sequence.kv.table) == blocks, f"{name}: {len(sequence.kv.table)} blocks for {reserved} tokens")
@@ -188,7 +196,7 @@ def _check_sequence(sequence: Sequence) -> None:
         most = table.group.most_blocks(known, table.block_size)
         require(table.num_held <= most, f"{name}: {table.num_held} blocks of one group, which needs {most}")
     require(computed <= reserved <= known, f"{name}: {computed} tokens computed, {reserved} reserved, {known} known")
-    require(computed < len(sequence.token_ids) or sequence.is_launched, f"{name}: nothing left to compute")
+    require(computed < sequence.num_known or sequence.is_launched, f"{name}: nothing left to compute")
     if group.state != "running" or (sequence not in group.computing and not sequence.is_launched):
         require(reserved == 0, f"{name}: holds blocks for {reserved} tokens without running")
 

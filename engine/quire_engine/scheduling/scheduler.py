@@ -9,31 +9,25 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from quire_engine.batch import Batch, ScheduledSequence, StepResult, num_accepted
+from quire_engine.batch import Batch, StepResult
 from quire_engine.block_store import BlockPeers, BlockStore
+from quire_engine.decodes import BatchInColumns
 from quire_engine.errors import InfeasibleRequest
 from quire_engine.invariants import require
 from quire_engine.limits import SchedulerConfig
-from quire_engine.scheduling.beam_forks import BeamForks
+from quire_engine.scheduling.decode_columns import FEWEST, DecodeColumns
 from quire_engine.scheduling.gate import check_request
 from quire_engine.scheduling.kept_prefixes import KeptPrefixes, allocator_with
 from quire_engine.scheduling.log.inspection import Arguments, Inspection, engine_stats
 from quire_engine.scheduling.log.step_log import StepLog
-from quire_engine.scheduling.outputs import (
-    error_output,
-    error_outputs,
-    expired_outputs,
-    prompt_only_output,
-    token_output,
-)
+from quire_engine.scheduling.outputs import expired_outputs
 from quire_engine.scheduling.planner import Planner
 from quire_engine.scheduling.policies import Policies, policies_for
 from quire_engine.scheduling.roster import Roster
-from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.speculation import Speculate
-from quire_engine.types import NON_FINITE, EngineStats, FinishReason, GenerationRequest, TokenOutput
-
-MAX_STARVED = 3  # preemptions of one request for lack of device memory, before it fails
+from quire_engine.scheduling.step_results import StepResults
+from quire_engine.token_columns import Outputs
+from quire_engine.types import EngineStats, GenerationRequest, TokenOutput
 
 
 class Scheduler:
@@ -52,18 +46,37 @@ class Scheduler:
         store: BlockStore | None = None,
         peers: BlockPeers | None = None,
         speculate: Speculate | None = None,
+        columns_from: int | None = FEWEST,
     ) -> None:
-        """`host_keys`: of the first host blocks, on disk; `store`, `peers`: of prefixes; `speculate` adds drafts."""
+        """`host_keys`: of the first host blocks, on disk; `store`, `peers`: of prefixes; `speculate` adds drafts.
+
+        `columns_from`: running sequences from which on plain decodes come into the columns; None: never.
+        """
         config.check()
         limits, policies = config.limits, policies or policies_for(config.limits)
         self._config, self._itl = config, policies.itl
         self._kv, self._swapping = allocator_with(config, host_keys, store, peers)
         self._roster = Roster(self._kv, policies.order)
-        self._planner = Planner(limits, policies, self._kv, self._roster, self._swapping)
+        self._columns = DecodeColumns(
+            self._kv,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=config.max_model_len,
+            fewest=columns_from if speculate is None else None,  # drafts are for each decode by itself
+        )
+        self._planner = Planner(
+            limits, policies, self._kv, self._roster, columns=self._columns, swapping=self._swapping
+        )
         self._log = StepLog(limits, self._roster) if limits.step_log else None
         self.kept = KeptPrefixes(self._kv, self._log, store, peers)
         self._speculation = None if speculate is None else speculate(self._kv)
-        self._beam_forks = BeamForks(self._kv, self._roster, self._log)
+        self._results = StepResults(
+            self._kv,
+            self._roster,
+            columns=self._columns,
+            planner=self._planner,
+            log=self._log,
+            speculation=self._speculation,
+        )
         self._inspection = Inspection(
             config, self._kv, self._roster, self._log, len(host_keys), check=self.check_invariants
         )
@@ -124,7 +137,7 @@ class Scheduler:
             self._log.ends(request_id, "abort")
         for sequence in self._roster.end_all(group):
             if sequence.num_output_tokens:  # as most do that end by a stop string, which is not the engine's to see
-                self._note_end(sequence)
+                self._results.note_end(sequence)
         return True
 
     def fail(self, request_id: str, message: str) -> list[TokenOutput]:
@@ -134,7 +147,7 @@ class Scheduler:
             return []
         if self._log is not None:
             self._log.ends(request_id, "fail")
-        return self._fail_all(group, message)
+        return self._results.fail_all(group, message)
 
     def hold(self, request_id: str) -> bool:
         """Set a request aside until its release: it has no slot and no blocks, and no step computes it.
@@ -213,11 +226,12 @@ class Scheduler:
         if self._roster.total_preemptions:
             self._roster.total_recomputed_tokens += plan.num_recomputed
         batch = None
-        if plan.slices:
+        if plan.slices or len(self._columns):
             released = self._kv.take_released()
             if self._speculation is not None:
                 self._speculation.forget(released)
-            batch = plan.batch(self._step, self._kv.take_moves(), released)
+            rows = self._columns.planned(self._roster.running) if len(self._columns) else None
+            batch = plan.batch(self._step, self._kv.take_moves(), released, rows)
         if self._log is not None:
             self._log.planned(self._step, plan, batch, self._kv.num_blocks - self._kv.num_available, now)
         if batch is None:
@@ -226,49 +240,24 @@ class Scheduler:
         self._advance(batch)
         return batch
 
-    def apply(self, batch: Batch, result: StepResult, now: float) -> list[TokenOutput]:  # noqa: PLR0912 - kinds of items
+    def apply(self, batch: Batch, result: StepResult, now: float) -> list[TokenOutput]:
+        """`apply_columns`, with all outputs made."""
+        return self.apply_columns(batch, result, now).every()
+
+    def apply_columns(self, batch: Batch, result: StepResult, now: float) -> Outputs:
         """Apply a step's tokens, scores and errors; returns the outputs.
 
         Results for sequences that ended or were preempted since `schedule` are ignored.
         """
-        outputs: list[TokenOutput] = []
-        sequences, samples, errors = self._roster.sequences, result.samples, result.errors
-        if result.non_finite:
-            self._invalidate_non_finite(batch, result)
-        for item in batch.items:
-            sequence = sequences.get(item.sequence_id)
-            if sequence is None or item.run != sequence.group.num_preemptions:
-                continue
-            if item.sequence_id in errors:
-                outputs += self._fail_slice(sequence, item, errors[item.sequence_id])
-                continue
-            if item.sequence_id in result.starved:
-                outputs += self._preempt_starved(sequence.group, batch.step_id)
-                continue
-            if item.num_drafts:
-                outputs.append(self._take_tokens(sequence, item, result, now))
-                continue
-            end = item.start + len(item.token_ids)
-            self._kv.commit(sequence, end)
-            if item.wants_prompt_logprobs:
-                sequence.group.add_prompt_logprobs(result.prompt_logprobs[item.sequence_id])
-            if item.pooling and sequence.group.pooled is not None:
-                sequence.group.pooled.add(result.pooled[item.sequence_id])
-            if sequence.group.beams is not None:
-                outputs += self._beam_forks.take(sequence.group, item, samples, batch.step_id, now)
-            elif item.wants_sample:
-                outputs.append(self._take_tokens(sequence, item, result, now))
-                for fork in item.forks:
-                    outputs.append(self._take_tokens(sequences[fork.sequence_id], item, result, now))
-            elif sequence.group.max_new_tokens == 0 and end == item.num_prompt_tokens:
-                outputs += self._finish_prompt_only(sequence.group, now)
+        outputs = self._results.apply(batch, result, now)
         self._decode_tokens = batch.num_decodes
         self._prefill_tokens = batch.num_prefills
         # A step that was planned ahead begins when the step before it ends.
         began = max(self._scheduled_at.pop(batch.step_id, now), self._applied_at)
         self._applied_at = now
         if self._log is not None:
-            self._log.results.append((batch.step_id, outputs, len(sequences), result, (now - began, now)))
+            times = now - began, now
+            self._log.results.append((batch.step_id, outputs.others, len(self._roster.sequences), result, times))
         sizes = {"prompt_tokens": self._prefill_tokens, "num_decodes": batch.num_decodes}
         self._itl.learn(**sizes, seconds=now - began)
         self.kept.learn(**sizes, seconds=now - began)
@@ -278,15 +267,10 @@ class Scheduler:
             self._speculation.learn(batch.num_tokens, batch.num_decodes, now - began)
         return outputs
 
-    def _note_end(self, sequence: Sequence) -> None:
-        self._planner.admission.note_end(sequence)
-        if self._speculation is not None:
-            self._speculation.note_end(sequence)
-
     def stats(self) -> EngineStats:
         """Gauges of this moment and counters since the start. The caller adds the step's times."""
         tokens = {"prefill": self._prefill_tokens, "decode": self._decode_tokens}
-        books = engine_stats(self._kv, self._roster, self._planner, self._speculation, **tokens)
+        books = engine_stats(self._kv, self._roster, self._columns, self._planner, self._speculation, **tokens)
         return self.kept.add_to(books if self._swapping is None else self._swapping.add_to(books))
 
     def check_invariants(self) -> None:
@@ -326,7 +310,9 @@ class Scheduler:
     def _advance(self, batch: Batch) -> None:
         """Count the batch as computed; a finished prompt is forked to the choices that wait for it."""
         sequences = self._roster.sequences
-        for item in batch.items:
+        if isinstance(batch, BatchInColumns):
+            self._columns.advance(batch.decodes)
+        for item in batch.others:
             sequence = sequences.get(item.sequence_id)
             if sequence is None or item.run != sequence.group.num_preemptions:
                 continue
@@ -343,99 +329,6 @@ class Scheduler:
             elif group.max_new_tokens == 0 and end == item.num_prompt_tokens:
                 for each in group.sequences:
                     group.launch(each, samples=False)
-
-    def _take_tokens(self, sequence: Sequence, item: ScheduledSequence, result: StepResult, now: float) -> TokenOutput:
-        """Store the tokens sampled behind an item, up to the first one that ends the sequence.
-
-        Tokens after that one are dropped. Several tokens come only where the next plan waits for results, so that
-        nothing of the sequence is in flight then. Drafts that are right are computed, forced tokens are not; what a
-        rejected draft has written is never read, since a later step writes there first.
-        """
-        samples, at = result.samples[sequence.sequence_id], item.end - item.num_drafts
-        accepted = num_accepted(samples)
-        predicted = None
-        if self._speculation is not None and item.num_drafts:
-            predicted = self._speculation.note(sequence, item.num_drafts, accepted)
-        if samples[-1].error is not None:
-            self._roster.end(sequence)
-            return error_output(sequence, samples[-1].error)
-        group, token_ids = sequence.group, sequence.token_ids
-        if group.first_token is None:
-            group.note_first_token(now)
-        most = sequence.num_prompt_tokens + group.max_new_tokens
-        taken: list[int] = []
-        finish: FinishReason | None = None
-        for sample in samples:
-            taken.append(sample.token_id)
-            if sample.token_id in group.stop_token_ids:
-                finish = "stop"
-            elif at + len(taken) == most:
-                finish = "length"
-            if finish is not None:
-                break
-        token_ids[at : at + 1] = taken
-        if item.num_drafts:
-            num_computed = at + min(accepted, len(taken) - 1)
-            self._kv.take_back(sequence, num_computed)
-            self._kv.commit(sequence, num_computed)
-        if finish is not None:
-            self._note_end(sequence)
-            self._roster.end(sequence)
-        if group.account is not None:
-            group.account.charge_output(len(taken))
-        num_forced = max(0, len(taken) - 1 - accepted)
-        if sequence.num_forced != num_forced:
-            sequence.note_forced(num_forced)
-        return token_output(sequence, samples, tuple(taken), finish, predicted)
-
-    def _finish_prompt_only(self, group: Group, now: float) -> list[TokenOutput]:
-        group.note_first_token(now)
-        return [prompt_only_output(sequence) for sequence in self._roster.end_all(group)]
-
-    def _fail_slice(self, sequence: Sequence, item: ScheduledSequence, message: str) -> list[TokenOutput]:
-        """A prompt slice that fails ends every choice that waits for it; a beam's slice ends the whole search."""
-        if item.start < item.num_prompt_tokens or sequence.group.beams is not None:
-            return self._fail_all(sequence.group, message)
-        self._roster.end(sequence)
-        return [error_output(sequence, message)]
-
-    def _invalidate_non_finite(self, batch: Batch, result: StepResult) -> None:
-        """Move each sequence of `result.non_finite` to `result.starved`, or the second time to `result.errors`.
-
-        A row of such a sequence held NaN or infinity, so no other request may match the blocks that the sequence read
-        and wrote. A starved sequence is computed again, once: a cached prefix that was wrong is then not found any
-        more. A request that gets a non-finite value again ends with an error. Blocks need not be cleared: attention
-        never reads a position beyond a sequence's end, and every position before it is written before it is read.
-        """
-        for item in batch.items:
-            sequence = self._roster.sequences.get(item.sequence_id)
-            if sequence is None or item.run != sequence.group.num_preemptions:
-                continue
-            concerned = [item.sequence_id, *(fork.sequence_id for fork in item.forks)]
-            if result.non_finite.isdisjoint(concerned):
-                continue
-            group = sequence.group
-            self._kv.invalidate(group.sequences)
-            for sequence_id in concerned:  # replaced by the entry that is made below
-                result.samples.pop(sequence_id, None)
-                result.errors.pop(sequence_id, None)
-            if group.num_starved:
-                result.errors[item.sequence_id] = NON_FINITE
-            else:
-                result.starved.add(item.sequence_id)
-
-    def _preempt_starved(self, group: Group, step: int) -> list[TokenOutput]:
-        """Preempt a group for which the device had no memory; after `MAX_STARVED` such preemptions it fails."""
-        group.note_starved()
-        if group.num_starved > MAX_STARVED:
-            return self._fail_all(group, "the device has no memory left to compute this request")
-        self._roster.preempt(group, "device")
-        if self._log is not None:
-            self._log.starved(group, step)
-        return []
-
-    def _fail_all(self, group: Group, message: str) -> list[TokenOutput]:
-        return error_outputs(group, self._roster.end_all(group), message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 from operator import add
-from typing import Literal
+from typing import Literal, Protocol
 
 from quire_engine.batch import PENDING, POOLED_BITS
 from quire_engine.invariants import require
@@ -24,6 +24,14 @@ Content = bytes | tuple[bytes, tuple[int, ...]]
 GroupState = Literal["waiting", "running", "preempted", "held", "finished"]
 
 
+class Columns(Protocol):
+    """Where sequences have their counts and newest tokens while they are there; `decode_columns.DecodeColumns`."""
+
+    def num_known(self, group: Group) -> int: ...
+    def tokens_of(self, sequence: Sequence) -> list[int]: ...
+    def leave(self, sequence: Sequence) -> None: ...
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
     """One choice: its tokens, the number of them that are computed, and the blocks that hold those."""
@@ -31,17 +39,41 @@ class Sequence:
     sequence_id: int
     choice: int
     group: Group
-    token_ids: list[int]  # prompt, then output; PENDING for those of steps in flight
+    own_token_ids: list[int]  # without those that only the columns have
     num_prompt_tokens: int
     kv: SequenceKV  # written by the allocator alone
     has_output: bool = False  # this engine process has sent its first output
     num_forced: int = 0  # tokens after the last sampled one that its grammar or thinking limit forced
     expected_output: int = 0  # its output tokens in all, as expected when it last was; 0: no expectation yet
     is_launched: bool = False  # all of its tokens are computed or in flight: nothing is left to schedule
+    columns: Columns | None = None  # in which it decodes
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt, then output; PENDING for those of steps in flight."""
+        return self.own_token_ids if self.columns is None else self.columns.tokens_of(self)
+
+    @property
+    def num_known(self) -> int:
+        """The number of its tokens, pending ones included."""
+        return len(self.own_token_ids) if self.columns is None else self.columns.num_known(self.group)
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return self.num_known - self.num_prompt_tokens
+
+    def enter_columns(self, columns: Columns, kv: SequenceKV) -> None:
+        """Its counts are read through the columns from now on."""
+        self.columns, self.kv = columns, kv
+
+    def leave_columns(self, token_ids: list[int], kv: SequenceKV) -> None:
+        """It has its own tokens and counts again."""
+        self.columns, self.own_token_ids, self.kv = None, token_ids, kv
+
+    def settle(self) -> None:
+        """Leave the columns, if it is there: something else than a decode is about to happen to it."""
+        if self.columns is not None:
+            self.columns.leave(self)
 
     def note_output(self) -> None:
         self.has_output = True
@@ -57,23 +89,23 @@ class Sequence:
     def forget_pending(self) -> None:
         """The tokens in flight for it will be dropped: it is to be scheduled again."""
         self.num_forced = 0
-        while self.token_ids[-1] == PENDING:
-            self.token_ids.pop()
+        while self.own_token_ids[-1] == PENDING:
+            self.own_token_ids.pop()
         self.is_launched = False
 
     def extend_beam(self, past: Iterable[int], token_id: int) -> None:
         """For beam search: continue the tokens `past` with `token_id`, which is to be computed next."""
-        self.token_ids = [*past, token_id]
+        self.own_token_ids = [*past, token_id]
         self.is_launched = False
 
     @property
     def blocks_for_known(self) -> int:
         """Blocks that hold every known token."""
-        return self.kv.table.num_blocks_for(len(self.token_ids))
+        return self.kv.table.num_blocks_for(self.num_known)
 
     def window_growth(self, num_tokens: int) -> int:
         """Blocks beyond those it holds, or enters with, that windows will need after `num_tokens` further tokens."""
-        known, growth = len(self.token_ids), 0
+        known, growth = self.num_known, 0
         for table in self.kv.tables:
             if table.group.window is not None:
                 held = table.num_held or table.num_blocks_for(table.group.entry_end(0, known))
@@ -84,7 +116,7 @@ class Sequence:
     def num_spare_slots(self) -> int:
         """Token slots without a known token in the last one of its blocks; without blocks, of those that it needs."""
         table = self.kv.table
-        return (table.num_slots or self.blocks_for_known * table.block_size) - len(self.token_ids)
+        return (table.num_slots or self.blocks_for_known * table.block_size) - self.num_known
 
 
 Promise = tuple[Content, Sequence]  # a block's content, and the sequence that is computing it
@@ -135,6 +167,7 @@ class Group:
     is_batch: bool = field(init=False)
     is_resumed: bool = field(init=False)  # an earlier engine has begun it: its client has tokens already
     adapter: str = field(init=False)  # its digest, or empty
+    is_plain: bool = field(init=False)  # it may decode in columns
 
     def __post_init__(self) -> None:
         request = self.request
@@ -148,6 +181,7 @@ class Group:
         self.is_resumed = any(request.resumed_token_ids)
         self.adapter = "" if request.adapter is None else request.adapter.digest
         self.pooled = PooledPrompt(request.pooling) if request.pooling else None
+        self.is_plain = _is_plain(request)
 
     @property
     def reads_cache(self) -> bool:
@@ -170,7 +204,7 @@ class Group:
         The leader stops at the end of the prompt while other choices wait for it, so that they share the blocks of the
         prompt and nothing else.
         """
-        target = len(sequence.token_ids) if self.prompt_shared else sequence.num_prompt_tokens
+        target = sequence.num_known if self.prompt_shared else sequence.num_prompt_tokens
         return target - sequence.kv.num_computed
 
     @property
@@ -182,7 +216,7 @@ class Group:
     def returns_behind(self) -> bool:
         """Whether a choice other than the leader will have more than one token to compute after the swap-in."""
         others = (s for s in self.sequences if s is not self.leader)
-        return any(s.kv.swapped is not None and len(s.token_ids) > s.kv.swapped.num_tokens + 1 for s in others)
+        return any(s.kv.swapped is not None and s.num_known > s.kv.swapped.num_tokens + 1 for s in others)
 
     @property
     def leader(self) -> Sequence:
@@ -220,7 +254,7 @@ class Group:
         size = leader.kv.table.block_size
         shared = self.num_prompt_tokens // size
         return sum(
-            min(s.blocks_for_known - shared, table.group.most_blocks(len(s.token_ids), size))
+            min(s.blocks_for_known - shared, table.group.most_blocks(s.num_known, size))
             for s in self.sequences
             if s is not leader
             for table in s.kv.tables
@@ -286,10 +320,14 @@ class Group:
         A beam waits until all beams of the search have come that far.
         """
         if samples:
-            sequence.token_ids.append(PENDING)
-        if self.beams is not None or len(sequence.token_ids) == self.num_prompt_tokens + self.max_new_tokens:
-            sequence.is_launched = True
-            self.computing.remove(sequence)
+            sequence.own_token_ids.append(PENDING)
+        if self.beams is not None or len(sequence.own_token_ids) == self.num_prompt_tokens + self.max_new_tokens:
+            self.note_launched(sequence)
+
+    def note_launched(self, sequence: Sequence) -> None:
+        """Nothing of the sequence is left to schedule, for now or at all."""
+        sequence.is_launched = True
+        self.computing.remove(sequence)
 
     def resume_beams(self) -> None:
         """All beams have their next token and compute again."""
@@ -355,6 +393,19 @@ class Group:
         if self.account is not None and self.num_uncharged:
             self.account.forget(self.num_uncharged)
         return True
+
+
+MOST_STOP_IDS = 8  # of a plain request
+
+
+def _is_plain(request: GenerationRequest) -> bool:
+    """Whether a request may decode in columns: one choice of tokens without rules, log-probabilities or an adapter."""
+    sampling = request.sampling
+    is_single = request.num_sequences == 1 and request.beam is None and request.adapter is None
+    has_rules = sampling.reads_output or sampling.logit_bias or sampling.allowed_token_ids or sampling.banned_token_ids
+    is_told = sampling.num_logprobs is None and sampling.num_prompt_logprobs is None
+    is_text = request.stop.max_new_tokens > 0 and len(request.stop.stop_token_ids) <= MOST_STOP_IDS
+    return is_single and is_text and is_told and not has_rules and not sampling.min_tokens and not request.pooling
 
 
 class PooledPrompt:

@@ -99,13 +99,13 @@ class ClassShares:
         batch = takewhile(lambda other: other.is_batch, reversed(running))
         return [other for other in batch if other is not elder and other.num_class_preemptions < MAX_CLASS_PREEMPTIONS]
 
-    def note(self, plan: StepPlan, running: list[Group], waiting: list[Group]) -> None:
-        """Add a step's tokens to the shares, without tokens that are computed again."""
+    def note(self, plan: StepPlan, running: list[Group], waiting: list[Group], *, batch_rows: int = 0) -> None:
+        """Add a step's tokens to the shares, without tokens that are computed again; `batch_rows`: of the columns."""
         if not any(queue and queue[-1].is_batch for queue in (running, waiting)):
             self._all = self._batch = 0.0
             self.is_due = False
             return
-        batch = total = 0
+        batch, total = batch_rows, plan.num_rows
         for sequence, num_tokens in plan.slices.items():
             group = sequence.group
             start = sequence.kv.num_computed

@@ -1,6 +1,7 @@
 """One step's plan while it is made: the slices, the copies to make before them, and the decisions.
 
-The budget is never exceeded. A preempted group loses all its slices. Each decision about a group is recorded.
+The budget is never exceeded. A preempted group loses all its slices. Each decision about a group is recorded. Plain
+decodes have no slices here but rows in `DecodeColumns`, of a token each.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from itertools import chain
 from typing import Literal
 
 from quire_engine.batch import Batch, Fork, ScheduledSequence
+from quire_engine.decodes import BatchInColumns, Decodes
 from quire_engine.scheduling.blocks import NO_MOVES, Moves
+from quire_engine.scheduling.decode_columns import Layout
 from quire_engine.scheduling.sequence import Group, Sequence
 
 DecisionKind = Literal["elder", "enters", "waits", "preempted"]
@@ -30,7 +33,10 @@ class Decision:
 class StepPlan:
     """The slices, in the order in which they were first assigned, which is the order of the batch."""
 
-    __slots__ = ("_copies", "budget", "decisions", "drafts", "elder", "num_preempted", "slices", "step")
+    __slots__ = (
+        *("_copies", "_decodes", "budget", "decisions", "drafts", "elder", "num_preempted", "num_rows", "slices"),
+        "step",
+    )
 
     def __init__(self, step: int, budget: int, elder: Group | None = None) -> None:
         self.step = step
@@ -40,6 +46,8 @@ class StepPlan:
         self.slices: dict[Sequence, int] = {}
         self.drafts: dict[Sequence, tuple[int, ...]] = {}  # guessed tokens behind a slice, which are no part of it
         self.num_preempted = 0
+        self.num_rows = 0  # of the columns, once they are served
+        self._decodes: tuple[Sequence, ...] = ()  # those with slices that were served with the rows
         self._copies: dict[Sequence, tuple[tuple[int, int], ...]] = {}
 
     def assign(self, sequence: Sequence, num_tokens: int, copies: tuple[tuple[int, int], ...] = ()) -> None:
@@ -48,6 +56,15 @@ class StepPlan:
         self.budget -= num_tokens
         if copies:
             self._copies[sequence] = copies
+
+    def serve_rows(self, num_rows: int) -> None:
+        """Each row of the columns has a token of the step."""
+        self.num_rows = num_rows
+        self.budget -= num_rows
+
+    def end_decodes(self) -> None:
+        """All decodes are served: what is assigned from now on comes behind them."""
+        self._decodes = tuple(self.slices)
 
     def note(self, kind: DecisionKind, group: Group, *, reason: str = "", num_tokens: int = 0, by: str = "") -> None:
         """Record a decision for the step log."""
@@ -68,6 +85,9 @@ class StepPlan:
         self.num_preempted += 1
         copied_from: dict[int, int] = {}
         for sequence in group.sequences:
+            if sequence.columns is not None and self.num_rows:
+                self.num_rows -= 1
+                self.budget += 1
             self.budget += self.slices.pop(sequence, 0)
             for source, target in self._copies.pop(sequence, ()):
                 copied_from[target] = source
@@ -76,7 +96,9 @@ class StepPlan:
     @property
     def num_streams(self) -> int:
         """Sequences with output that get their next token."""
-        return sum(1 for sequence, size in self.slices.items() if size == 1 and sequence.num_output_tokens > 0)
+        return self.num_rows + sum(
+            1 for sequence, size in self.slices.items() if size == 1 and sequence.num_output_tokens > 0
+        )
 
     @property
     def num_recomputed(self) -> int:
@@ -91,23 +113,64 @@ class StepPlan:
         """Tokens that were assigned to the group."""
         return sum(self.slices.get(sequence, 0) for sequence in group.computing)
 
-    def batch(self, step_id: int, moves: Moves = NO_MOVES, released: tuple[int, ...] = ()) -> Batch:
-        """The plan as a `Batch` for the executor."""
+    def batch(
+        self,
+        step_id: int,
+        moves: Moves = NO_MOVES,
+        released: tuple[int, ...] = (),
+        rows: tuple[Decodes, Layout] | None = None,
+    ) -> Batch:
+        """The plan as a `Batch` for the executor; `rows`: those of the columns, if there are any."""
         drafts = self.drafts
         items = tuple(
             [_item(sequence, num_tokens, drafts.get(sequence, ())) for sequence, num_tokens in self.slices.items()]
         )
-        return Batch(
+        num_tokens = sum(self.slices.values()) + sum(map(len, drafts.values()))
+        num_decodes = sum([item.is_decode for item in items])
+        copies = tuple(chain.from_iterable(self._copies.values()))
+        if rows is None:
+            return Batch(
+                step_id=step_id,
+                items=items,
+                num_tokens=num_tokens,
+                num_decodes=num_decodes,
+                swap_out=moves.swap_out,
+                swap_in=moves.swap_in,
+                swap_keys=moves.swap_keys,
+                copies=copies,
+                released=released,
+            )
+        decodes, layout = rows
+        return BatchInColumns(
+            decodes=decodes,
+            others=items,
+            behind=self.places(layout),
             step_id=step_id,
-            items=items,
-            num_tokens=sum(self.slices.values()) + sum(map(len, drafts.values())),
-            num_decodes=sum([item.is_decode for item in items]),
+            num_tokens=num_tokens + len(decodes),
+            num_decodes=num_decodes + len(decodes),
             swap_out=moves.swap_out,
             swap_in=moves.swap_in,
             swap_keys=moves.swap_keys,
-            copies=tuple(chain.from_iterable(self._copies.values())),
+            copies=copies,
             released=released,
         )
+
+    def every_slice(self, layout: Layout) -> dict[Sequence, int]:
+        """The slices, and one for each row of the columns, in the order of the batch."""
+        slices: dict[Sequence, int] = {}
+        first = 0
+        for (sequence, size), place in zip(self.slices.items(), self.places(layout), strict=True):
+            slices |= dict.fromkeys([group.leader for group in layout.groups[first:place]], 1)
+            slices[sequence], first = size, place
+        return slices | dict.fromkeys([group.leader for group in layout.groups[first:]], 1)
+
+    def places(self, layout: Layout) -> list[int]:
+        """Of each slice in order: how many rows of the columns are served before it, which are in order of service."""
+        served, behind, elder = set(self._decodes), layout.behind, self.elder
+        return [
+            (0 if sequence.group is elder else behind[sequence.group]) if sequence in served else len(layout.groups)
+            for sequence in self.slices
+        ]
 
 
 def _item(sequence: Sequence, num_tokens: int, drafts: tuple[int, ...]) -> ScheduledSequence:

@@ -39,7 +39,9 @@ class Simulation:
         config = replace(setup.scheduler, limits=replace(setup.scheduler.limits, step_log=0))
         guesses = SimulatedDrafter(self._share_of)
         speculate = partial(Speculation, guesses, plans_ahead=config.plans_ahead) if setup.speculation else None
-        self._scheduler = Scheduler(config, speculate=speculate)
+        self._scheduler = Scheduler(
+            config, speculate=speculate, columns_from=None
+        )  # leaps take each sequence by itself
         self._watch = watch
         self._leaps = leaps and watch is None and not setup.scheduler.plans_ahead and not setup.speculation
         self._now = 0.0

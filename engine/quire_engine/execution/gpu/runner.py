@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quire_engine.batch import Batch, ScheduledSequence, StepResult
+from quire_engine.decodes import BatchInColumns
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.finishing import Finished, Finisher, Span, spans
@@ -150,7 +151,7 @@ class GpuRunner:
 
     def in_parts(self, batch: Batch) -> Callable[[Batch, int], StepResult]:
         """Part by part and waited for. An item that fails leaves token 0 for the step after."""
-        place = self._place()
+        batch, place = batch.whole(), self._place()
         self._advance(batch)
         place.region.ids.zero_()
         starts = list(accumulate((len(_sampling_of(item)) + item.num_drafts for item in batch.items), initial=0))
@@ -179,8 +180,10 @@ class GpuRunner:
         self._region = 1 - self._region
         first = self._regions[self._region].first_word
         # The step after one with drafts is planned when these are judged, and has no token to look for.
-        items = () if batch.num_drafts else batch.items
-        sampling = (sequence_id for item in items for sequence_id in _sampling_of(item))
+        items = () if batch.num_drafts else batch.others
+        sampling = [sequence_id for item in items for sequence_id in _sampling_of(item)]
+        if isinstance(batch, BatchInColumns):  # whose rows come first
+            sampling = batch.decodes.sequence_ids.tolist() + sampling
         self._sampled = {sequence_id: first + row for row, sequence_id in enumerate(sampling)}
 
     def _issue(self, batch: Batch, place: _Place, first: int = 0, *, graphs: bool = True) -> _Issued:

@@ -69,6 +69,13 @@ def build_step_arrays(
             raise ValueError(f"the step before samples no token of sequence {sequence_id}")
         arrays.source[row] = sampled[sequence_id]
     tables.begin()
+    if step.decodes is not None:
+        longest = max(step.context_lens[: step.num_decodes])
+        if longest > max_model_len:
+            raise ValueError(f"a sequence of {longest} tokens is longer than {max_model_len}")
+        own, arrays.flags = tables.find_rows(step.decodes)
+        arrays.table_slots.extend(own)
+        arrays.choice_slots.extend(own)
     for item in step.items:
         if item.end > max_model_len:
             raise ValueError(f"a sequence of {item.end} tokens is longer than {max_model_len}")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire_engine.decodes import DecodeRow, Decodes
 from quire_engine.execution.gpu.device import Packed
 from quire_engine.execution.logit_rules import draws
 from quire_engine.types import SamplingParams
@@ -55,6 +56,11 @@ class SlotTables:
         self._held: dict[int, _Held] = {}  # by sequence id, least recently used first
         self._free = list(range(num_slots))
         self._step = 0
+        # The decodes in columns that were found last: while they are the same, their slots are.
+        self._rows: tuple[DecodeRow, ...] = ()
+        self._held_rows: list[_Held] = []
+        self._rows_step = -1  # the step that they were of
+        self._row_slots: tuple[array[int], int] = array("q"), 0
         self._cells, self._cell_blocks, self._chosen = _new_deltas()
 
     def begin(self) -> None:
@@ -72,9 +78,30 @@ class SlotTables:
         self._held[sequence_id] = held
         return held.slot, held.flags
 
+    def find_rows(self, decodes: Decodes) -> tuple[array[int], int]:
+        """As `find` and `place` for each row of the columns: their slots, and the flags of all."""
+        if self._rows is not decodes.rows or self._rows_step != self._step - 1:
+            self._rows_step, slots, flags = -1, array("q"), 0
+            for row in decodes.rows:  # first those that have slots, which must not lose them to the others
+                if row.sequence_id in self._held:
+                    self.find(row.sequence_id, row.choice, row.sampling)
+            for row in decodes.rows:
+                slot, own = self.find(row.sequence_id, row.choice, row.sampling)
+                slots.append(slot)
+                flags |= own
+            self._rows, self._row_slots = decodes.rows, (slots, flags)
+            self._held_rows = [self._held[row.sequence_id] for row in decodes.rows]
+        self._rows_step = self._step
+        for held, block_ids in zip(self._held_rows, decodes.block_ids, strict=True):
+            if held.block_ids is not block_ids:
+                self._place(held, block_ids)
+        return self._row_slots
+
     def place(self, sequence_id: int, block_ids: tuple[int, ...]) -> None:
         """The blocks of a sequence that has been found. ValueError for more than a table holds."""
-        held = self._held[sequence_id]
+        self._place(self._held[sequence_id], block_ids)
+
+    def _place(self, held: _Held, block_ids: tuple[int, ...]) -> None:
         known = held.block_ids
         if block_ids is known or block_ids == known:
             return
@@ -139,12 +166,17 @@ class SlotTables:
     def forget(self) -> None:
         """Treat the tables as unknown: a step failed between building and applying its deltas."""
         self._held.clear()
+        self._rows_step = -1
         self._free = list(range(self.spare))
         self._cells, self._cell_blocks, self._chosen = _new_deltas()
 
     def _take(self, choice: int, sampling: SamplingParams) -> _Held:
         if self._free:
             return self._held_by(self._free.pop(), choice, sampling, ())
+        if self._rows_step == self._step:  # the rows of this step, which may not have been looked up one by one
+            for row, held in zip(self._rows, self._held_rows, strict=True):
+                held.step = self._step
+                self._held[row.sequence_id] = self._held.pop(row.sequence_id)
         oldest = next(iter(self._held))
         if self._held[oldest].step == self._step:
             raise ValueError(f"a step has more sequences than the {self.spare} slots there are")

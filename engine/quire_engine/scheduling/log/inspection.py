@@ -14,6 +14,7 @@ from typing import Any
 from quire_engine.errors import Unanswerable
 from quire_engine.invariants import InvariantViolation
 from quire_engine.limits import SchedulerConfig
+from quire_engine.scheduling.decode_columns import DecodeColumns
 from quire_engine.scheduling.kv_allocator import KVAllocator, matchable
 from quire_engine.scheduling.log.step_log import Event, Step, StepLog
 from quire_engine.scheduling.log.step_records import FORMAT, RequestEvent, StepRecord
@@ -226,7 +227,7 @@ def _table(sequence: Sequence, pos: object) -> dict[str, object]:
     answer: dict[str, object] = {
         "request_id": sequence.group.request.request_id,
         "choice": sequence.choice,
-        "num_tokens": len(sequence.token_ids),
+        "num_tokens": sequence.num_known,
         "num_computed": sequence.kv.num_computed,
         "num_blocks": sequence.kv.num_held,
         "slack": table.num_slots - sequence.kv.num_computed,
@@ -260,7 +261,14 @@ def _longest_run(blocks: set[int]) -> int:
 
 
 def engine_stats(
-    kv: KVAllocator, roster: Roster, planner: Planner, speculation: Speculation | None, *, prefill: int, decode: int
+    kv: KVAllocator,
+    roster: Roster,
+    columns: DecodeColumns,
+    planner: Planner,
+    speculation: Speculation | None,
+    *,
+    prefill: int,
+    decode: int,
 ) -> EngineStats:
     """The statistics for operators: gauges of this moment, and counters since the start.
 
@@ -271,6 +279,7 @@ def engine_stats(
         waiting[group.wait_reason] += len(group.sequences)
     admission = planner.admission
     used = kv.num_blocks - kv.num_available
+    others = [sequence for group in columns.layout(roster.running).behind for sequence in group.sequences]
     has_adapters = any(roster.adapters.in_use)
     return EngineStats(
         running=roster.num_running,
@@ -284,7 +293,7 @@ def engine_stats(
         blocks_unshared=used - kv.num_shared,
         blocks_saved=kv.num_saved,
         slots_allocated=used * kv.block_size,
-        slots_unused=num_unused_slots([s for group in roster.running for s in group.sequences], kv.block_size),
+        slots_unused=columns.num_unused_slots(roster.running) + num_unused_slots(others, kv.block_size),
         prefill_tokens=prefill,
         decode_tokens=decode,
         total_preemptions=roster.total_preemptions,

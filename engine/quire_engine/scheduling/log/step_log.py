@@ -12,7 +12,10 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Values
 from typing import Literal
 
+import numpy as np
+
 from quire_engine.batch import PENDING, Batch, SampledToken, ScheduledSequence, StepResult, num_accepted
+from quire_engine.decodes import BatchInColumns
 from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.log.request_life import PreemptionMode, RequestLife
 from quire_engine.scheduling.log.step_records import NOTHING, Contents, EventKind, FailedPart
@@ -313,7 +316,7 @@ class StepLog:
         self._newly_waiting.clear()
 
     def _note_chunks(self, step: Step, batch: Batch) -> None:
-        for item in batch.items:
+        for item in batch.others:  # no row of the columns is a prompt's
             life = self._life_of[item.sequence_id]
             # A slice that ends with PENDING is a decode that was planned ahead.
             if life.is_computing_prompt and item.token_ids[-1] != PENDING:
@@ -400,20 +403,19 @@ class Step:
     )
 
     def __init__(self, step_id: int, ordinal: int, batch: Batch | None, decisions: list[Decision], now: float) -> None:
-        items = batch.items if batch is not None else _NO_ITEMS
+        ids, starts, sizes = _columns(batch)
         self.step_id = step_id
         self.ordinal = ordinal
         self.planned_at = now
         self.applied_at: float | None = None
         self.applied_ordinal: int | None = None
         self.seconds = 0.0
-        self.ids = array("q", [item.sequence_id for item in items])
-        self.starts = array("q", [item.start for item in items])
+        self.ids, self.starts = ids, starts
         self.num_tokens = batch.num_tokens if batch is not None else 0
         self.num_decodes = batch.num_decodes if batch is not None else 0
         self.num_prefills = batch.num_prefills if batch is not None else 0
         # None: one token each, as in most steps.
-        self.sizes = array("q", [item.num_tokens for item in items]) if self.num_tokens != len(items) else None
+        self.sizes = sizes if self.num_tokens != len(ids) else None
         self.copies = batch.copies if batch is not None else ()
         self.swaps = (len(batch.swap_out), len(batch.swap_in)) if batch is not None else (0, 0)
         self.decisions = decisions
@@ -458,10 +460,25 @@ class Event:
         self.complete_from = 0
 
 
+def _columns(batch: Batch | None) -> tuple[array[int], array[int], array[int]]:
+    """The ids, starts and sizes of a batch's slices, in order."""
+    if not isinstance(batch, BatchInColumns):
+        items = batch.items if batch is not None else _NO_ITEMS
+        sizes = array("q", [item.num_tokens for item in items])
+        return array("q", [item.sequence_id for item in items]), array("q", [item.start for item in items]), sizes
+    others, decodes = batch.others, batch.decodes
+    return (
+        batch.merged_column(decodes.sequence_ids, [item.sequence_id for item in others]),
+        batch.merged_column(decodes.positions, [item.start for item in others]),
+        batch.merged_column(np.ones_like(decodes.positions), [item.num_tokens for item in others]),
+    )
+
+
 def num_known_tokens(sequence: Sequence) -> int:
     """The sequence's tokens without those in flight."""
-    num_known = len(sequence.token_ids)
-    while sequence.token_ids[num_known - 1] == PENDING:
+    token_ids = sequence.token_ids
+    num_known = len(token_ids)
+    while token_ids[num_known - 1] == PENDING:
         num_known -= 1
     return num_known
 

@@ -1,5 +1,6 @@
 """When the engine looks at its books: when nothing comes, not between a request's last token and its client."""
 
+import gc
 import socket
 import threading
 import time
@@ -8,7 +9,7 @@ import pytest
 
 from quire_engine.engine import Engine
 from quire_engine.process import loop
-from quire_engine.process.loop import EngineLoop
+from quire_engine.process.loop import EngineLoop, Garbage
 from quire_engine.process.transport import Alive, FrameDecoder, Shutdown, encode_frame
 from quire_engine.types import EngineHealth, EngineStats, StepOutput
 from support.fake_executor import new_run, request
@@ -132,3 +133,48 @@ def test_a_long_step_is_no_silence_of_the_process():
         thread.join(timeout=10)
         assert not thread.is_alive()
     assert [frame.step_id for frame in frames if isinstance(frame, StepOutput)] == list(range(50))
+
+
+@pytest.fixture
+def collections(monkeypatch):
+    """The generations that are collected, in order; Python's own collector is on again behind the test."""
+    found = []
+    monkeypatch.setattr(loop.gc, "collect", lambda generation=2: found.append(generation))
+    yield found
+    gc.enable()
+
+
+def test_garbage_is_collected_between_steps_when_there_is_much_and_at_rest_once(monkeypatch, collections):
+    count = 0
+    monkeypatch.setattr(loop.gc, "get_count", lambda: (count, 0, 0))
+    garbage = Garbage()
+    assert not gc.isenabled()
+    garbage.rest()
+    garbage.after_step()
+    assert collections == []
+    garbage.rest()
+    garbage.rest()
+    assert collections == [2]
+    count = Garbage.EVERY
+    for _ in range(10):
+        garbage.after_step()
+    assert collections == [2, *[1] * 9, 2]
+
+
+def test_the_loop_collects_behind_its_steps(monkeypatch, collections):
+    monkeypatch.setattr(loop, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(Garbage, "EVERY", 0)
+    watched = Watched(monkeypatch)
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(10)
+    with ours, theirs:
+        serving = EngineLoop(watched.engine, ours, FrameDecoder(), garbage=Garbage())
+        thread = threading.Thread(target=serving.run, args=([request("a", 20, 2)],))
+        thread.start()
+        decoder, frames = FrameDecoder(), []
+        while not any(isinstance(frame, EngineHealth) for frame in frames):
+            frames += decoder.feed(theirs.recv(1 << 16))
+        theirs.sendall(encode_frame(Shutdown()))
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+    assert collections == [1, 1, 2]

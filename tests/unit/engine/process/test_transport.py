@@ -14,6 +14,7 @@ from quire_engine.process.transport import (
     Alive,
     Control,
     FrameDecoder,
+    FrameEncoder,
     Hold,
     Inspect,
     Inspected,
@@ -24,6 +25,7 @@ from quire_engine.process.transport import (
     StartFailed,
     encode_frame,
 )
+from quire_engine.token_columns import Outputs, Stream, step_output
 from quire_engine.types import (
     EngineHealth,
     EngineStats,
@@ -124,3 +126,37 @@ def test_random_bytes_never_raise_anything_else() -> None:
             FrameDecoder().feed(os.urandom(64))
         except ProtocolError:
             continue
+
+
+def test_plain_tokens_come_as_outputs_in_their_order():
+    """However many streams there are, and whatever comes between them; the streams come and go."""
+    streams = [Stream(f"{i:032x}", i % 3, 16 * (i % 2)) for i in range(300)]
+    encoder, decoder = FrameEncoder(), FrameDecoder()
+    end = TokenOutput(request_id="e", token_ids=(5,), finish="stop", stop_token_id=5)
+    for step, count in enumerate([1, 3, 3, 15, 16, 300, 299, 0]):
+        some = tuple(streams[300 - count :])
+        ids = [(1 << 31) + i if i % 2 else i + step for i in range(count)]
+        packed = b"".join(token_id.to_bytes(4, "big") for token_id in ids)
+        behind = (0, count // 2, count) if count else ()
+        columns = Outputs(others=[end] * 3, streams=some, ids=packed, behind=behind)
+        sent = step_output(columns, step_id=step, stats=EngineStats(running=count))
+        (got,) = decoder.feed(encoder.encode(sent))
+        assert decoder.feed(encode_frame(sent)) == [got]
+        plain = [
+            TokenOutput(request_id=s.request_id, choice=s.choice, token_ids=(i,), num_cached_tokens=s.num_cached_tokens)
+            for s, i in zip(some, ids, strict=True)
+        ]
+        half = count // 2
+        assert got.outputs == (end, *plain[:half], end, *plain[half:], end) == sent.outputs
+        assert got == StepOutput(step_id=step, outputs=got.outputs, stats=EngineStats(running=count))
+
+
+def test_earlier_outputs_come_before_those_in_columns():
+    stream = Stream("a", 0, 0)
+    one = Outputs(others=[], streams=(stream,), ids=(7).to_bytes(4, "big"))
+    two = Outputs(others=[TokenOutput(request_id="a", token_ids=(8,), finish="length")])
+    both = two.behind_others(one)
+    assert [output.token_ids for output in both.every()] == [(7,), (8,)]
+    again = one.behind_others(both)
+    assert [output.token_ids for output in again.every()] == [(7,), (8,), (7,)]
+    assert len(again) == 3

@@ -31,7 +31,7 @@ def choice(
         sequence_id=0,
         choice=0,
         group=group,
-        token_ids=tokens,
+        own_token_ids=tokens,
         num_prompt_tokens=prompt,
         kv=SequenceKV(tables=(PageTable(SIZE),)),
     )
@@ -72,9 +72,9 @@ def test_an_expectation_holds_until_it_is_reached() -> None:
     known, one = learned(*[100] * 8), choice()
     assert known.left(one) == 100
     known.note(choice(900))
-    one.token_ids += [7] * 60
+    one.own_token_ids += [7] * 60
     assert known.left(one) == 40
-    one.token_ids += [7] * 40
+    one.own_token_ids += [7] * 40
     assert known.left(one) == 800, "of those that are longer than what it has"
 
 

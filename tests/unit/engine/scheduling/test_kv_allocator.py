@@ -22,7 +22,7 @@ def sequence(tokens: list[int], salt: str = "") -> Sequence:
         sequence_id=0,
         choice=0,
         group=group,
-        token_ids=tokens,
+        own_token_ids=tokens,
         num_prompt_tokens=len(tokens),
         kv=SequenceKV(tables=(PageTable(4),)),
     )

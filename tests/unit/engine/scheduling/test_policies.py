@@ -43,7 +43,7 @@ def group(
             sequence_id=arrival,
             choice=0,
             group=one,
-            token_ids=tokens,
+            own_token_ids=tokens,
             num_prompt_tokens=len(tokens),
             kv=SequenceKV(tables=(PageTable(4),)),
         )

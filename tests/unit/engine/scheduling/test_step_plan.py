@@ -20,7 +20,7 @@ def group(first_id: int, choices: int, **sampling: float) -> Group:
                 sequence_id=first_id + choice,
                 choice=choice,
                 group=one,
-                token_ids=list(range(8)),
+                own_token_ids=list(range(8)),
                 num_prompt_tokens=8,
                 kv=SequenceKV(tables=(PageTable(4),)),
             )
@@ -60,7 +60,7 @@ def test_the_output_travels_for_those_whose_penalties_read_it() -> None:
     for penalty, carried in [(0.0, ()), (0.5, (7, 8))]:
         one = group(0, 1, frequency_penalty=penalty)
         (sequence,) = one.sequences
-        sequence.token_ids += [7, 8]
+        sequence.own_token_ids += [7, 8]
         plan = StepPlan(1, 20)
         plan.assign(sequence, 9)
         (item,) = plan.batch(step_id=1).items
