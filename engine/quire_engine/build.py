@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
@@ -26,7 +27,7 @@ from quire_engine.config import (
 )
 from quire_engine.drafts import Drafter, most_drafted_rows
 from quire_engine.engine import StepExecutor
-from quire_engine.errors import ConfigError, ModelLoadError, NotNative
+from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.execution.adapters import AdapterCache, adapter_bytes, make_adapters, num_kept
 from quire_engine.execution.block_files import HEADER_BYTES
 from quire_engine.execution.constrained.grammars import Grammars
@@ -52,17 +53,21 @@ from quire_engine.execution.kv_transfer import KVTransfer, open_transfer
 from quire_engine.execution.loading import Loading
 from quire_engine.execution.memory import PoolMemory, pool_memory
 from quire_engine.execution.models.checkpoint import fingerprint
-from quire_engine.execution.models.config import ModelConfig, load_model_config
+from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.decoder import Decoder
-from quire_engine.execution.models.parameters import Parameters, WeightMemory, count_parameters
+from quire_engine.execution.models.found import FoundModel, find_model, is_bidirectional, why_no_text
+from quire_engine.execution.models.parameters import Parameters, WeightMemory
 from quire_engine.execution.models.served import ModelFacts, ServedModel, Wanted
 from quire_engine.execution.numerics import Facts, numeric_facts, numerics_name
+from quire_engine.execution.parallel.checks import check_ranks
+from quire_engine.execution.parallel.model import Leader, follow
+from quire_engine.execution.parallel.processes import RankProcesses, exchange_of
 from quire_engine.execution.prefix_files import PrefixFiles, open_prefix_files
 from quire_engine.execution.progress import Tell, tell_nobody
 from quire_engine.execution.runner import Runner
 from quire_engine.kv_groups import KVLayout, kv_groups, kv_layout, most_blocks, one_group
 from quire_engine.limits import SchedulerConfig
-from quire_engine.machine import available_memory, usable_cores
+from quire_engine.machine import CoreShare, available_memory, core_shares, run_on, usable_cores
 from quire_engine.memory_plan import (
     PoolSize,
     check_model_len,
@@ -71,9 +76,11 @@ from quire_engine.memory_plan import (
     plan_text,
     size_pool,
 )
+from quire_engine.ranks import ALONE, Rank, heads_of_rank, with_threads
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculate, Speculation
 from quire_kernels.kernel_set import KernelSet, KVFormat
+from quire_kernels.ranks import Collective
 from quire_kernels.reference import REFERENCE
 from quire_kernels.select import select
 from quire_kernels.verify.findings import Subject
@@ -95,13 +102,20 @@ class BuiltEngine:
     adapters: AdapterCache | None = None
     store: PrefixFiles | None = None  # of prefixes
     peers: KVTransfer | None = None
+    ranks: RankProcesses | None = None  # the others
+
+    @property
+    def lost_a_killed_rank(self) -> bool:
+        return self.ranks is not None and self.ranks.one_was_killed
 
     def close(self) -> None:
-        """Let others have the folder of its files, and the place where it listens."""
+        """Let others have the folder of its files, and the place where it listens, and end the other ranks."""
         if self.store is not None:
             self.store.close()
         if self.peers is not None:
             self.peers.close()
+        if self.ranks is not None:
+            self.ranks.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,19 +131,20 @@ class Resolved:
     speculation: str  # for the plan
     kernels: KernelSet
     replaced_ops: tuple[str, ...]
-    num_threads: int
+    num_threads: int  # of this rank
     parameters: Parameters
     weights: WeightMemory
     kept_bytes: int  # of what the model keeps for running sequences outside of the pool
     memory: PoolMemory
-    layout: KVLayout
-    bytes_per_block: int
+    layout: KVLayout  # of this rank's pool
+    bytes_per_block: int  # of all ranks
     num_host_blocks: int
     num_staging_blocks: int  # of the pool, for swaps
     num_kept_blocks: int  # in files at most, of a pool in host memory
     adapter_bytes: int  # of all adapters that may be in memory
     draft: Resolved | None = None  # the model that guesses tokens
     eagle: EagleConfig | None = None  # the head that does
+    rank: Rank = ALONE
 
     @property
     def plans_ahead(self) -> bool:
@@ -166,6 +181,7 @@ class Resolved:
             device=self.device,
             threads=self.num_threads,
             layout=self.layout,
+            rank=self.rank,
         )
 
     def _num_blocks_for(self, num_tokens: int) -> int:
@@ -227,6 +243,7 @@ class Resolved:
             kernels=self.kernels.name,
             replaced_ops=self.replaced_ops,
             num_threads=self.num_threads,
+            tensor_parallel_size=self.rank.size,
             vocab_size=self.model.vocab_size,
             weights_bytes=self.weights.total,
             kv_bytes=pool.num_blocks * self.bytes_per_block,
@@ -273,8 +290,8 @@ class Resolved:
             num_host_blocks=self.num_host_blocks,
             swap_seconds=swap_seconds,
             has_states=bool(self.kept_bytes),
-            bidirectional=_is_bidirectional(self.model),
-            why_no_text=_why_no_text(self.model),
+            bidirectional=is_bidirectional(self.model),
+            why_no_text=why_no_text(self.model),
             speculates=self.asked.speculation != "off",
             tells_prefixes=self.asked.tells_prefixes,
             tells_blocks=self.asked.tells_blocks,
@@ -300,6 +317,10 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     """
     started = time.perf_counter()
     tell("preparing", 0, 0)
+    shares = core_shares(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else []
+    config = with_threads(config)
+    if shares:
+        run_on(shares[0].cpus)
     resolved = resolve(config, check_kernels=True, tell=tell)
     memory = resolved.memory
     # Beside workers of the kernels' own, torch's threads would only wait for each other; and where torch computes a
@@ -307,6 +328,7 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     alone = resolved.kernels.own_threads or bool(resolved.implementation)
     torch.set_num_threads(1 if alone else resolved.num_threads)
     loading = Loading(resolved.wanted(), memory_fd, tell)
+    ranks = _other_ranks(config, resolved, shares, loading)
     # Weights that the engine process before left are in memory already, so they do not count as free.
     to_come = resolved.bytes_beside_pool - min(resolved.weights.total, loading.held_bytes)
     pool = resolved.pool(memory.before_load(to_come))
@@ -316,6 +338,8 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     pool_bytes = memory.after_load(decoder)
     if pool_bytes is not None:
         pool = resolved.pool(pool_bytes)
+    if ranks is not None:
+        decoder = ranks.begin(decoder, num_blocks=pool.num_blocks, positions=memory.positions(pool))
     grammars = Grammars(
         Path(config.tokenizer or config.model),
         resolved.model.vocab_size,
@@ -339,7 +363,42 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
         adapters=adapters,
         store=store,
         peers=peers,
+        ranks=ranks,
     )
+
+
+def _other_ranks(
+    config: EngineConfig, resolved: Resolved, shares: Sequence[CoreShare], loading: Loading
+) -> RankProcesses | None:
+    """The other ranks, launched; None: there are none."""
+    if resolved.rank.size == 1:
+        return None
+    return RankProcesses(config, resolved.kernels, resolved.dtype, shares, loading.share())
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRank:
+    """A rank beside the first one, before its weights are there."""
+
+    resolved: Resolved
+    collective: Collective
+
+    def load(self, memory_fd: int, *, num_blocks: int, positions: int) -> Callable[[], None]:
+        """Map the weights that rank 0 has packed. The result computes what that one tells, until it ends."""
+        resolved = self.resolved
+        decoder = Loading(resolved.wanted(), memory_fd, tell_nobody).load(positions)
+        size, layout = resolved.asked.limits.block_size, resolved.layout
+        kv = KVStorage(
+            resolved.kernels, resolved.model, num_blocks, size, resolved.dtype, resolved.device, layout=layout
+        )
+        return partial(follow, decoder, kv, self.collective, resolved.kernels.adapted)
+
+
+def build_rank(config: EngineConfig, number: int, *, exchange_fd: int) -> BuiltRank:
+    """A rank beside the first one, which divides all products with the others. Raises ConfigError, ModelLoadError."""
+    resolved = resolve(config, rank=number)
+    torch.set_num_threads(1)
+    return BuiltRank(resolved, exchange_of(resolved.kernels, exchange_fd, resolved.rank))
 
 
 def _make_executor(
@@ -351,7 +410,8 @@ def _make_executor(
     kernels, device, limits = resolved.kernels, resolved.device, resolved.asked.limits
     num_blocks = pool.num_blocks + spare_blocks(kernels, device) + resolved.num_staging_blocks
     size, layout = limits.block_size, resolved.layout
-    kv = KVStorage(kernels, resolved.model, num_blocks, size, resolved.dtype, device, layout=layout)
+    on_copy = decoder.copy_blocks if isinstance(decoder, Leader) else None
+    kv = KVStorage(kernels, resolved.model, num_blocks, size, resolved.dtype, device, layout=layout, on_copy=on_copy)
     executor = make_executor(
         decoder,
         kernels,
@@ -419,37 +479,38 @@ def _speculate(resolved: Resolved, config: SchedulerConfig, drafter: Drafter, ex
 
 
 def resolve(
-    config: EngineConfig, *, check_kernels: bool = False, tell: Tell = tell_nobody, beside: KernelSet | None = None
+    config: EngineConfig,
+    *,
+    check_kernels: bool = False,
+    tell: Tell = tell_nobody,
+    beside: KernelSet | None = None,
+    rank: int = 0,
 ) -> Resolved:
     """Everything that is known without the weights. `check_kernels`: check a GPU's kernels on it first.
 
-    `beside`: the kernels of another model, which compute this one too where they can.
+    `beside`: the kernels of another model, which compute this one too where they can. `rank`: of the configured ones.
     """
     config.limits.check()
-    found = _find_model(config)
+    config = with_threads(config)
+    ranks = config.tensor_parallel_size
+    found = find_model(config)
     model, config = found.facts, found.asked
     check_model_len(config.max_model_len, model.max_position_embeddings)
     device = _device(config)
     dtype, why_dtype = compute_dtype(config.dtype, model.dtype, device, config.kernels)
     parameters = found.parameters(Path(config.model))
-    num_threads = config.num_threads or usable_cores()
+    num_threads = (config.num_threads or usable_cores()) // ranks
     kernels = found.over(_select_kernels(config, found, device, dtype, num_threads, tell, beside))
+    check_ranks(config, model, kernels, device, found.implementation)
     config, speculation = own_speculation(config, device, has_states=found.state_bytes > 0)
     check_planning_ahead(config.async_scheduling, kernels, device)
-    replaced_ops: tuple[str, ...] = ()
-    if check_kernels and device.type == "cuda" and kernels.name != REFERENCE.name and isinstance(model, ModelConfig):
-        kernels, replaced_ops = _checked_kernels(config, model, kernels, device, dtype)
+    kernels, replaced_ops = _checked_kernels(config, model, kernels, device, dtype) if check_kernels else (kernels, ())
     weights = parameters.memory(dtype.itemsize, kernels)
     if device.type == "cpu" and not kernels.own_threads and config.num_threads is None:
         num_threads = torch_threads(weights.total)
     layout = _layout(config, model, device)
-    bytes_per_block = block_bytes(kernels, model, config.limits.block_size, dtype, layout)
-    num_host_blocks = host_blocks(
-        config.swap_space,
-        bytes_per_block=bytes_per_block,
-        available=available_memory(),
-        on_device=device.type != "cpu" or config.swap_on_cpu,
-    )
+    bytes_per_block = block_bytes(kernels, model, config.limits.block_size, dtype, layout) * ranks
+    num_host_blocks = _host_blocks(config, bytes_per_block, device)
     kept = kept_blocks(config, HEADER_BYTES + bytes_per_block, device.type, found.state_bytes, layout.windows)
     staging = staging_blocks_for(kernels, device, bytes_per_block, num_host_blocks)
     resolved = Resolved(
@@ -472,9 +533,17 @@ def resolve(
         num_host_blocks=num_host_blocks,
         num_staging_blocks=staging,
         num_kept_blocks=kept,
-        adapter_bytes=adapter_bytes(config, model, kernels, device),
+        adapter_bytes=adapter_bytes(config, model, kernels, device) * ranks,
+        rank=Rank(rank, ranks),
     )
     return _with_guesser(resolved)
+
+
+def _host_blocks(config: EngineConfig, bytes_per_block: int, device: torch.device) -> int:
+    """The blocks of the swap space. Raises ConfigError."""
+    on_device = device.type != "cpu" or config.swap_on_cpu
+    sizes = {"bytes_per_block": bytes_per_block, "available": available_memory()}
+    return host_blocks(config.swap_space, **sizes, on_device=on_device)
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -529,8 +598,9 @@ def _resolve_draft(resolved: Resolved) -> Resolved:
         packed_cache_size=asked.packed_cache_size,
     )
     try:
-        # Of a model by transformers' code the kernels may have a pool of its own.
-        draft = resolve(config, beside=None if resolved.implementation else kernels)
+        # Of a model by transformers' code the kernels may have a pool of its own, and those of ranks divide products.
+        own = resolved.implementation or resolved.rank.size > 1
+        draft = resolve(config, beside=None if own else kernels)
         sizes = resolved.model.vocab_size, draft.model.vocab_size
         check_same_tokens(Path(asked.tokenizer or asked.model), Path(config.model), sizes)
         if draft.kept_bytes:
@@ -545,106 +615,10 @@ def _resolve_draft(resolved: Resolved) -> Resolved:
 def _layout(config: EngineConfig, model: ModelFacts, device: torch.device) -> KVLayout:
     """On a CPU windows let go of blocks. Swaps copy whole sequences, a GPU's graphs have one table of blocks, and a
     bidirectional model reads all of a prompt's blocks in its only step."""
-    if device.type != "cpu" or config.swap_space or _is_bidirectional(model):
-        return one_group(model.kv_heads)
-    return kv_layout(model.kv_heads, model.windows, model.max_position_embeddings)
-
-
-class FoundModel(Protocol):
-    """A model and what follows from its implementation."""
-
-    @property
-    def implementation(self) -> str: ...  # empty: ours
-    @property
-    def facts(self) -> ModelFacts: ...
-    @property
-    def asked(self) -> EngineConfig: ...  # with the settings that the model needs
-    @property
-    def head_dim(self) -> int: ...  # of the kernels' pool
-    @property
-    def state_bytes(self) -> int: ...  # that a sequence takes outside of the pool
-    def over(self, kernels: KernelSet) -> KernelSet:
-        """The kernels with the model's own pool, where it has one."""
-        ...
-
-    def parameters(self, path: Path) -> Parameters:
-        """The counts by use. Raises ModelLoadError where the files' headers are wrong."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class NativeModel:
-    """See `FoundModel`: an entry of ours."""
-
-    facts: ModelConfig
-    asked: EngineConfig
-    implementation: str = ""
-    state_bytes: int = 0
-
-    @property
-    def head_dim(self) -> int:
-        # Of several widths the one that kernels are least likely to take.
-        return max((heads.width for heads in self.facts.kv_heads), key=lambda width: (width % 16 != 0, width))
-
-    def over(self, kernels: KernelSet) -> KernelSet:
-        return kernels
-
-    def parameters(self, path: Path) -> Parameters:
-        return count_parameters(path, self.facts)
-
-
-def _find_model(config: EngineConfig) -> FoundModel:
-    """The model by an entry of ours, or by transformers' code. Raises ConfigError, ModelLoadError."""
-    reason = ""
-    if config.model_impl != "transformers":
-        try:
-            facts = load_model_config(Path(config.model), config.ignore_config_keys)
-            return NativeModel(facts, _for_whole_prompts(config, facts) if facts.bidirectional else config)
-        except NotNative as error:
-            if config.model_impl == "native":
-                raise
-            reason = str(error)
-    # Imported here: transformers takes seconds to import, and most models do without.
-    from quire_engine.execution.models.fallback.parts import find_model  # noqa: PLC0415
-
-    if not reason:
-        return find_model(config)
-    try:
-        found = find_model(config)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"{reason}; nor can transformers' code compute it: {error}") from error
-    _log.warning("the model is computed by transformers' code, since it has no entry of ours: %s", reason)
-    return found
-
-
-def _is_bidirectional(model: ModelFacts) -> bool:
-    return isinstance(model, ModelConfig) and model.bidirectional
-
-
-def _why_no_text(model: ModelFacts) -> str:
-    if _is_bidirectional(model):
-        return "its attention is bidirectional"
-    if isinstance(model, ModelConfig) and model.headless:
-        return "its checkpoint is of a model without a head for tokens"
-    return ""
-
-
-def _for_whole_prompts(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """The settings under which the scheduler gives every prompt one step, and computes all of it. Raises ConfigError.
-
-    A prompt enters when the step has room for `min_chunk` of its tokens, or all of them, and that is then the longest.
-    """
-    if resolve_device(config.device).type != "cpu":
-        raise ConfigError(
-            f"device={config.device}: the bidirectional attention of {model.architecture} is computed on a CPU only;"
-            " set device to cpu"
-        )
-    limits, longest = config.limits, config.max_model_len or model.max_position_embeddings
-    step = max(limits.max_num_batched_tokens, longest + limits.max_num_seqs)
-    limits = replace(
-        limits, enable_prefix_caching=False, max_num_batched_tokens=step, prefill_chunk=longest, min_chunk=longest
-    )
-    return replace(config, limits=limits)
+    heads = heads_of_rank(model.kv_heads, config.tensor_parallel_size)
+    if device.type != "cpu" or config.swap_space or is_bidirectional(model):
+        return one_group(heads)
+    return kv_layout(heads, model.windows, model.max_position_embeddings)
 
 
 def _select_kernels(  # noqa: PLR0917 - the inputs of the choice
@@ -677,9 +651,11 @@ def _select_kernels(  # noqa: PLR0917 - the inputs of the choice
 
 
 def _checked_kernels(
-    config: EngineConfig, model: ModelConfig, kernels: KernelSet, device: torch.device, dtype: torch.dtype
+    config: EngineConfig, model: ModelFacts, kernels: KernelSet, device: torch.device, dtype: torch.dtype
 ) -> tuple[KernelSet, tuple[str, ...]]:
-    """The kernels after a check on this GPU, and the ops that the reference computes instead."""
+    """The kernels after a check on this GPU, where it is one, and the ops that the reference computes instead."""
+    if device.type != "cuda" or kernels.name == REFERENCE.name or not isinstance(model, ModelConfig):
+        return kernels, ()
     subject = Subject(
         kernels=kernels,
         device=device,

@@ -147,12 +147,13 @@ class EngineConfig:
     kv_offload_dir: str = ""  # directory that keeps prefixes for the next start; empty: not kept
     kv_offload_size: int = 16 << 30  # bytes of these files on a CPU; on a GPU they are bounded by the swap space
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory; on a CPU the pool is a share of the free memory
-    num_threads: int | None = None  # CPU compute threads; None: one for each usable core
+    num_threads: int | None = None  # CPU compute threads, of all ranks; None: one for each usable core
     packed_cache: bool = True  # keep packed weights in files for the next start
     packed_cache_dir: str = "~/.cache/quire/packed"
     packed_cache_size: int = 64 << 30  # bytes of all such files
     async_scheduling: AsyncScheduling = "auto"  # plan a step while the one before it is computed; on a GPU only
     speculation: str = "off"  # one of SPECULATIONS, model:DIR or eagle:DIR, for steps that compute several tokens
+    tensor_parallel_size: int = 1  # processes that compute the model together
     replicas: int = 1  # engines that share this machine's memory
     alive_seconds: float = 0.0  # between two signs of life that the process sends also during a step; 0: none
     enable_lora: bool = False  # requests may name adapters
@@ -213,7 +214,7 @@ class EnginePlan:
     device: str
     dtype: str
     kernels: str
-    num_threads: int
+    num_threads: int  # of each rank
     vocab_size: int  # width of the logits
     weights_bytes: int
     kv_bytes: int
@@ -225,6 +226,7 @@ class EnginePlan:
     keeps_stored: bool = False  # the kernels compute with that form; else they are decoded at load
     kv_cache_dtype: KVCacheDType = "auto"
     deterministic: bool = False  # a row's bits do not depend on its batch
+    tensor_parallel_size: int = 1  # ranks that compute the model together
     replaced_ops: tuple[str, ...] = ()  # ops that failed their check at start and run on the reference
     implementation: str = ""  # whose code computes the model, where it is not ours
     checkpoint: str = ""  # changes when a file of the model does

@@ -76,6 +76,12 @@ def core_shares(count: int, root: Path = Path("/")) -> list[CoreShare]:
     return divided([node for node in paid if node], count)
 
 
+def run_on(cpus: Sequence[int]) -> None:
+    """Run this process on these hardware threads alone, where the system lets it: a container may forbid it."""
+    with suppress(OSError):
+        os.sched_setaffinity(0, cpus)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreShare:
     """A part of a machine's cores."""

@@ -200,7 +200,7 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
         ("model", f"{plan.model} ({plan.architecture}{by}, {plan.num_parameters:,} parameters{some}{stored})"),
         (
             "device",
-            f"{plan.device}, {plan.dtype}, {plan.kernels} kernels{without}, {plan.num_threads} threads{deterministic}",
+            f"{plan.device}, {plan.dtype}, {plan.kernels} kernels{without}, {_threads_text(plan)}{deterministic}",
         ),
         *([("dtype", plan.why_dtype)] if plan.why_dtype else []),
         *_variant_lines(plan),
@@ -227,6 +227,11 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
     if quality:
         lines.append(("quality", quality))
     return "\n".join(f"{name:<17}{text}" for name, text in lines)
+
+
+def _threads_text(plan: EnginePlan) -> str:
+    threads = "1 thread" if plan.num_threads == 1 else f"{plan.num_threads} threads"
+    return threads if plan.tensor_parallel_size == 1 else f"{plan.tensor_parallel_size} ranks of {threads}"
 
 
 def _read_text(plan: EnginePlan) -> str:

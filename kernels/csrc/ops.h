@@ -11,6 +11,7 @@
 #include "gemm/gemm.h"
 #include "gemm/low_rank.h"
 #include "gemm/norm.h"
+#include "runtime/ranks.h"
 #include "simd/bf16.h"
 #include "weights/linear.h"
 #include "weights/source.h"
@@ -82,12 +83,31 @@ QUIRE_API Context* quire_create(int32_t threads, const int32_t* cpus);
 QUIRE_API void quire_destroy(Context* context);
 QUIRE_API int32_t quire_threads(const Context* context);
 
+// From now on the context's products are divided: this process is rank `rank` of `size`, and `gather(self, ...)` gives
+// it what the others computed. All ranks call the same ops with the same arguments, but for their own heads.
+QUIRE_API void quire_join(Context* context, int32_t rank, int32_t size, GatherColumns gather, void* self);
+
+// Bytes of the file of memory, zeroed, through which so many ranks of one machine exchange columns.
+QUIRE_API int64_t quire_ranks_bytes(int32_t size);
+
+// This process's view of that file. Null: the file is not one, or there is no memory. `patience`: seconds without
+// progress of another rank after which it is lost; one whose process ends is lost at once.
+QUIRE_API RankMemory* quire_ranks_open(int32_t fd, int32_t rank, int32_t size, double patience);
+QUIRE_API void quire_ranks_close(RankMemory* memory);
+
+// Waits, however long it takes, until rank 0 begins an exchange that this one has not. 0 or kRankLost.
+QUIRE_API int32_t quire_ranks_await(RankMemory* memory);
+
+// A GatherColumns through that file; `memory` is a RankMemory.
+QUIRE_API int32_t quire_ranks_gather(void* memory, char* data, int64_t rows, int64_t row_bytes, const int64_t* starts);
+
 QUIRE_API int64_t quire_panel_count(const Linear* w);
 
 // XXH64 of [data, data + bytes), by the calling thread alone.
 QUIRE_API int64_t quire_checksum(const char* data, int64_t bytes);
 
-// All that follow return 0, or 1 when memory ran out; those that take an AttentionStep also kOutOfRange.
+// All that follow return 0, or 1 when memory ran out; those that take an AttentionStep also kOutOfRange, products also
+// kRankLost.
 
 // Commits the pages of [data, data + bytes), in order, whenever a core is idle.
 QUIRE_API int32_t quire_commit(Context* context, char* data, int64_t bytes);

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire_kernels.packed_form import PackedForm
+from quire_kernels.ranks import Collective
 from quire_kernels.stored import StoredKind, StoredMatrix
 
 # Weight formats of the C++ kernels: 8 bits per value, or 4 with a scale for every 32.
@@ -297,6 +298,8 @@ class AdaptedOps:
         All of an adapter, by site.
     num_bytes(low_rank) -> int
         Of memory; at most `itemsize` bytes for each value of A and B.
+    told(adapter sites) -> tensors, and restored(tensors) -> AdapterSites, or None
+        The same adapter in another process that computes with this one; for sets that have `join`.
     """
 
     pack: Callable[[LowRankMatrix], LowRank]
@@ -306,6 +309,8 @@ class AdaptedOps:
     norm_linear: Callable[[Tensor, Norm | None, LinearWeight, Addend], Tensor]
     norm_gate_up: Callable[[Tensor, Norm | None, LinearWeight, Activation, Addend], Tensor]
     linear_add: Callable[[Tensor, LinearWeight, Tensor, float, Addend], Tensor]
+    told: Callable[[AdapterSites], tuple[Tensor, ...]] | None = None
+    restored: Callable[[Sequence[Tensor]], AdapterSites] | None = None
 
 
 # In the records of products, `site` is the number by which adapters know the product; None: none adds to it.
@@ -551,6 +556,11 @@ class KernelSet:
     bind_layers(program) -> BoundLayers, or None
         For an implementation that would lose time between the ops of `layer_program`, of all layers in order. Bitwise
         the same as `layer_program.run_layers`.
+    join(collective) -> None, or None
+        From now on the process is one of several ranks that compute every product together, each some columns, and
+        gather them. An output column does not depend on the other columns of its call, so the bits stay. The matrices
+        are whole in every rank, the shapes of attention in a program are those of the rank's own heads, and so is the
+        pool. Programs are bound after this call, and run by `bind_layers` alone.
     """
 
     name: str
@@ -585,6 +595,7 @@ class KernelSet:
     attention_scratch: Callable[[int, int, int, int], int] | None = None
     copy_blocks: Callable[[Tensor, Sequence[tuple[int, int]]], None] | None = None
     bind_layers: Callable[[Sequence[LayerOp]], BoundLayers] | None = None
+    join: Callable[[Collective], None] | None = None
     adapted: AdaptedOps | None = None  # None: adapters are refused
     pack_stored: Callable[[Sequence[Sequence[StoredMatrix]], Tensor | None], LinearWeight | None] | None = None
     embed_stored: Callable[[LinearWeight, Tensor], Tensor] | None = None

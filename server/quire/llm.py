@@ -53,9 +53,7 @@ ARGUMENTS = frozenset(
 )
 
 
-def engine_settings(
-    model: str | os.PathLike[str], tensor_parallel_size: int, arguments: Mapping[str, object]
-) -> Settings:
+def engine_settings(model: str | os.PathLike[str], arguments: Mapping[str, object]) -> Settings:
     """The settings of one LLM: the arguments, else `QUIRE_*` variables, else the defaults."""
     unknown = [name for name in arguments if name not in ARGUMENTS]
     if unknown:
@@ -64,11 +62,6 @@ def engine_settings(
         hint = suggest(unknown[0], ARGUMENTS)
         known = hint if "did you mean" in hint else f"; it has {', '.join(sorted(ARGUMENTS))}"
         raise TypeError(f"LLM() has no argument {unknown[0]!r}{known}")
-    if tensor_parallel_size != 1:
-        raise ValueError(
-            f"tensor_parallel_size={tensor_parallel_size} is not supported: a model runs on one device;"
-            " leave it out or set it to 1"
-        )
     try:
         # No queue limit, since callers wait for the end anyway.
         settings = load_settings({**arguments, "model": os.fspath(model), "max_num_queued_tokens": None})
@@ -91,14 +84,14 @@ class LLM:
     Calls from several threads take turns. The prompts of a call are batched continuously, as in the server.
     """
 
-    def __init__(self, model: str | os.PathLike[str], *, tensor_parallel_size: int = 1, **settings: object) -> None:
+    def __init__(self, model: str | os.PathLike[str], **settings: object) -> None:
         """Load the checkpoint in a directory, or the embedded "quire-demo".
 
         `settings` are those of `quire serve` for the model, its memory and its schedule, by their names: dtype,
         quantization, max_model_len, seed, gpu_memory_utilization, max_num_seqs and so on. Raises TypeError for other
         names, ValueError for what cannot work, RuntimeError when the engine does not start.
         """
-        checked = engine_settings(model, tensor_parallel_size, settings)
+        checked = engine_settings(model, settings)
         self._thread = EngineThread()
         # Runs once: by `close`, when this object is garbage-collected, or at the interpreter's end.
         self._finalizer = weakref.finalize(self, self._thread.close)

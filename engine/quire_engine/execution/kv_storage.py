@@ -70,9 +70,10 @@ class KVStorage:
         device: torch.device,
         *,
         layout: KVLayout | None = None,
+        on_copy: Callable[[Pairs], None] | None = None,
     ) -> None:
-        """`layout`: None: all of the model's layers in one group."""
-        self._copy = kernels.copy_blocks
+        """`layout`: None: all of the model's layers in one group. `on_copy` is called before each copy."""
+        self._copy, self._on_copy = kernels.copy_blocks, on_copy
         sizes = _PoolSizes.of(kernels, layout or one_group(config.kv_heads), block_size, dtype)
         heads = sizes.heads
         self.tensor = kernels.new_kv(num_blocks, sizes.num_layers, heads.number, block_size, heads.width, dtype, device)
@@ -82,6 +83,8 @@ class KVStorage:
         """Copy whole blocks, (source, target) each; all sources are read before any target is written."""
         if not pairs:
             return
+        if self._on_copy is not None:
+            self._on_copy(pairs)
         if self._copy is not None:
             self._copy(self.tensor, pairs)
             return

@@ -73,6 +73,7 @@ class NativeParts:
             layout=self._wanted.layout,
             device=device,
             max_model_len=max_model_len,
+            rank=self._wanted.rank,
         )
         return decoder_of(weights, self._model, self._wanted.kernels)
 
@@ -137,6 +138,12 @@ class Loading:
     @property
     def held_bytes(self) -> int:
         return 0 if self._image is None else self._image.num_bytes
+
+    def share(self) -> int:
+        """The descriptor of the file of memory that the weights will be in, for other processes to map."""
+        if self._fd is None:
+            self._fd = new_memory()
+        return self._fd
 
     def load(self, max_model_len: int, *, keep_any: bool = False) -> ServedModel:
         """The model. With `keep_any` even small weights are kept in a file. Raises ModelLoadError."""

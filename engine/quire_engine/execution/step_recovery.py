@@ -14,6 +14,7 @@ import torch
 
 from quire_engine.batch import Batch, ScheduledSequence, StepResult
 from quire_engine.types import MODEL_FAILED
+from quire_kernels.ranks import RankLost
 
 _log = logging.getLogger(__name__)
 
@@ -71,14 +72,18 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether the process cannot go on: after a CUDA error every later call fails too, even other sequences'."""
+    """Whether the process cannot go on: after a CUDA error every later call fails too, even other sequences', and so
+    it is without another rank.
+    """
     if is_out_of_memory(error):
         return False
     # torch before 2.8 raises a plain RuntimeError with this text.
     return isinstance(error, _DEVICE_ERRORS) or str(error).startswith("CUDA error")
 
 
-_DEVICE_ERRORS: tuple[type[Exception], ...] = (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()
+_DEVICE_ERRORS: tuple[type[Exception], ...] = (
+    (RankLost, torch.AcceleratorError) if hasattr(torch, "AcceleratorError") else (RankLost,)
+)
 
 
 def _attempt(

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import os
 import signal
 import socket
 import sys
-from typing import NoReturn
+import traceback
+from typing import TYPE_CHECKING, NoReturn
 
 from quire_engine.errors import ConfigError, ModelLoadError, ProtocolError
 from quire_engine.machine import die_with_parent, leave_signals_to_parent
 from quire_engine.process.transport import Frame, FrameDecoder, LoadProgress, StartFailed, encode_frame
+
+if TYPE_CHECKING:
+    from quire_engine.build import BuiltEngine
+    from quire_engine.process.loop import EngineLoop
 
 
 def _receive_start(connection: socket.socket, decoder: FrameDecoder) -> list[Frame]:
@@ -81,8 +87,21 @@ def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
         else EngineLoop(engine, connection, decoder, alive_seconds=alive, garbage=garbage)
     )
     loop.send(built.plan)
-    loop.run(early)
+    _run(loop, early, built)
     built.close()
+
+
+def _run(loop: EngineLoop, early: list[Frame], built: BuiltEngine) -> None:
+    """Run the loop to its end. Where a rank was killed from outside the parent sees such a kill of this process too:
+    no request is to blame.
+    """
+    try:
+        loop.run(early)
+    except Exception:
+        if built.lost_a_killed_rank:
+            traceback.print_exc()
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise
 
 
 def _fail_start(connection: socket.socket, error: Exception) -> NoReturn:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.kv_groups import KVGroup, KVHeads, KVLayout, Window, kv_layout
+from quire_engine.ranks import heads_of_rank
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float8_e4m3fn": 1, "int8": 1}
 # Names of the same size in different model families.
@@ -62,6 +63,28 @@ class KVShape:
         layout = self.layout
         parts = [part.num_layers * self._layer_bytes(part.heads) for part in layout.parts]
         return block_size * (sum(parts) if len(layout.windows) == 1 else max(parts))
+
+    def of_rank(self, size: int) -> KVShape:
+        """The shape of each of `size` ranks: its share of every layer's heads, at least one. Raises ConfigError."""
+        if self.values_per_token:
+            raise ConfigError("a latent of all heads is not divided among ranks")
+        uneven = next((each.number for each in self.heads if each.number % size and size % each.number), 0)
+        if uneven:
+            raise ConfigError(f"{uneven} KV heads are not divided among {size} ranks")
+        own = {layer: heads_of_rank((heads,), size)[0] for layer, heads in self.own_heads.items()}
+        usual = heads_of_rank((KVHeads(self.kv_heads, self.head_dim),), size)[0]
+        return replace(self, kv_heads=usual.number, own_heads=own)
+
+    def stage_bytes(self, stages: int, block_size: int) -> list[int]:
+        """The bytes of a block of `block_size` tokens that each of `stages` consecutive parts of the layers holds.
+
+        Together they hold the keys and values of every layer once. Raises ConfigError.
+        """
+        if stages > self.layers:
+            raise ConfigError(f"{self.layers} layers make at most {self.layers} stages, not {stages}")
+        layers = [self._layer_bytes(heads) * block_size for heads in self.heads]
+        ends = [self.layers * (stage + 1) // stages for stage in range(stages)]
+        return [sum(layers[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
     def seen_bytes(self, tokens: int) -> int:
         """Of the keys and values that the row behind `tokens` tokens sees."""

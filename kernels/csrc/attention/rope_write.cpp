@@ -9,6 +9,7 @@
 
 #include "attention/attention.h"
 #include "attention/attention_quantize.h"
+#include "attention/head_share.h"
 #include "ops.h"
 #include "runtime/context.h"
 
@@ -26,7 +27,7 @@ struct Halves {
 
 class Row {
  public:
-  Row(const AttentionShape& shape, int64_t half) : shape_(shape), half_(half) {
+  Row(const AttentionShape& shape, const HeadShare& share, int64_t half) : shape_(shape), share_(share), half_(half) {
     if (shape.row_norms) return;
     if (shape.q_norm != nullptr) split(shape.q_norm, &q_norm_);
     if (shape.k_norm != nullptr) split(shape.k_norm, &k_norm_);
@@ -36,8 +37,8 @@ class Row {
   void begin(const float* rope, const bf16* q, const bf16* k) {
     split(rope, &angles_);
     if (!shape_.row_norms) return;
-    q_scale_ = row_scale(q, shape_.num_heads);
-    k_scale_ = row_scale(k, shape_.num_kv_heads);
+    q_scale_ = row_scale(q, share_.all);
+    k_scale_ = row_scale(k, share_.all_kv);
   }
 
   void query(int64_t index, const bf16* head, bf16* out) {
@@ -138,6 +139,7 @@ class Row {
   }
 
   const AttentionShape& shape_;
+  const HeadShare& share_;
   const int64_t half_;
   float q_scale_ = 1.0f, k_scale_ = 1.0f;
   Halves q_norm_, k_norm_, angles_, x_, turned_;
@@ -175,8 +177,9 @@ void write_int8(char* unit, int64_t offset, int64_t d, const float* key, const b
   for (int64_t i = 0; i < d; ++i) values[4 * i] = bytes[i];
 }
 
-bool rope_write(Context* context, const AttentionShape& shape, const KvPool& pool, int64_t layer,
-                const AttentionStep& step, const bf16* qkv, const float* rope, int64_t rope_rows, bf16* q) {
+bool rope_write(Context* context, const AttentionShape& shape, const HeadShare& share, const KvPool& pool,
+                int64_t layer, const AttentionStep& step, const bf16* qkv, const float* rope, int64_t rope_rows,
+                bf16* q) {
   const int64_t d = shape.head_dim, heads = shape.num_heads, kv_heads = shape.num_kv_heads;
   const int64_t block_size = pool.units * kUnit;
   std::atomic<bool> valid{true};
@@ -186,16 +189,17 @@ bool rope_write(Context* context, const AttentionShape& shape, const KvPool& poo
       valid = false;
       return;
     }
-    const bf16* row = qkv + r * (heads + 2 * kv_heads) * d;
-    work->begin(rope + position * d, row, row + heads * d);
-    for (int64_t h = 0; h < heads; ++h) work->query(h, row + h * d, q + (r * heads + h) * d);
+    const bf16* row = qkv + r * (share.all + 2 * share.all_kv) * d;
+    const bf16* keys = row + share.all * d;
+    work->begin(rope + position * d, row, keys);
+    for (int64_t h = 0; h < heads; ++h) work->query(h, row + (share.first + h) * d, q + (r * heads + h) * d);
     for (int64_t h = 0; h < kv_heads; ++h) {
       const int64_t offset = slot % block_size;
       char* unit = unit_address(pool, slot / block_size, layer, h, offset / kUnit);
       bf16 normed[kMostDim];
-      const bf16* value = work->value(row + (heads + kv_heads + h) * d, normed);
+      const bf16* value = work->value(keys + (share.all_kv + share.first_kv + h) * d, normed);
       float key[kMostDim];
-      work->key(h, row + (heads + h) * d, key);
+      work->key(h, keys + (share.first_kv + h) * d, key);
       if (pool.kind == KvKind::kBf16) {
         write_bf16(unit, offset % kUnit, d, key, value);
       } else {
@@ -206,7 +210,7 @@ bool rope_write(Context* context, const AttentionShape& shape, const KvPool& poo
   // Positions of a unit share cache lines: one worker should write them.
   const int64_t together = std::clamp<int64_t>(step.rows / (4 * context->pool.size()), 1, kUnit);
   context->pool.run([&](int worker) {
-    Row work(shape, d / 2);
+    Row work(shape, share, d / 2);
     Piece rows;
     while (context->pool.first.take(worker, step.rows, together, &rows)) {
       for (int64_t r = rows.begin; r < rows.end; ++r) write_row(r, &work);
@@ -217,13 +221,20 @@ bool rope_write(Context* context, const AttentionShape& shape, const KvPool& poo
 
 }  // namespace
 
+int32_t rope_write_share(Context* context, const AttentionShape* shape, const HeadShare& share, const KvPool* pool,
+                         int64_t layer, const AttentionStep* step, const bf16* qkv, const float* rope,
+                         int64_t rope_rows, bf16* q) {
+  bool valid = true;
+  const int32_t failed = guarded(
+      context, [&] { valid = rope_write(context, *shape, share, *pool, layer, *step, qkv, rope, rope_rows, q); });
+  return valid ? failed : kOutOfRange;
+}
+
 QUIRE_API int32_t quire_rope_write(Context* context, const AttentionShape* shape, const KvPool* pool, int64_t layer,
                                    const AttentionStep* step, const bf16* qkv, const float* rope, int64_t rope_rows,
                                    bf16* q) {
-  bool valid = true;
-  const int32_t failed =
-      guarded(context, [&] { valid = rope_write(context, *shape, *pool, layer, *step, qkv, rope, rope_rows, q); });
-  return valid ? failed : kOutOfRange;
+  const HeadShare all{0, 0, shape->num_heads, shape->num_kv_heads};
+  return rope_write_share(context, shape, all, pool, layer, step, qkv, rope, rope_rows, q);
 }
 
 }  // namespace quire

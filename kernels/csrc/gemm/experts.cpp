@@ -7,9 +7,11 @@
 
 #include <algorithm>
 
+#include "gemm/division.h"
 #include "gemm/gemm_deal.h"
 #include "gemm/gemm_rows.h"
 #include "gemm/norm.h"
+#include "gemm/products.h"
 #include "ops.h"
 #include "runtime/context.h"
 #include "weights/kinds.h"
@@ -161,10 +163,13 @@ class Product {
   size_t shared_bytes() const { return places_.end(); }
   size_t own_bytes() const { return static_cast<size_t>(own_bytes_ + whole_bytes<Kind>(stack_.all)); }
 
-  // out [pairs, stride] bf16, in their order. `memory` has shared_bytes, each worker own_bytes.
+  // out [pairs, stride] bf16, in their order, of each expert's panels those of this rank. `memory` has shared_bytes,
+  // each worker own_bytes.
   void run(Context& context, Epilogue epilogue, bf16* out, int64_t stride, char* memory) const {
     Pool& pool = context.pool;
-    const int64_t panels = panel_count(stack_.at(0));
+    const Panels own_panels = share_of(panel_count(stack_.at(0)), context.ranks.rank, context.ranks.size);
+    const int64_t panels = own_panels.count();
+    if (panels == 0) return;
     pool.run([&](int worker) {
       char* own = context.own[static_cast<size_t>(worker)].data();
       if (placed_) {
@@ -184,7 +189,11 @@ class Product {
         const Rows given{rows, data, reinterpret_cast<const float*>(memory + scales_) + first,
                          reinterpret_cast<const int32_t*>(memory + sums_) + first * groups_};
         Deal deal(queue, product * panels, panels);
-        gemm_worker(deal, worker, stack_.at(expert), given, {epilogue, out + first * stride, stride, nullptr}, own);
+        const Linear whole = stack_.at(expert);
+        Output to{epilogue, out + first * stride, stride, nullptr};
+        to.whole = &whole;
+        to.first_panel = own_panels.first;
+        gemm_worker(deal, worker, part_of(whole, own_panels), given, to, own);
       }
     });
   }
@@ -242,12 +251,13 @@ struct Call {
 };
 
 // out = the weighted sum of a row's experts, in the order of their ranks; with a residual, that and `scale` times the
-// sum.
+// sum. Of the columns of some panels.
 void sum_row(const Call& call, const PairOrder& pairs, const bf16* found, const float* weights, int64_t row,
-             float scale, const bf16* residual, bf16* out) {
+             const Panels& panels, float scale, const bf16* residual, bf16* out) {
   const int32_t* place = pairs.place + row * call.top_k;
   weights += row * call.top_k;
-  for (int64_t at = 0; at < call.width; at += kLanes) {
+  const int64_t end = std::min(call.width, panels.end * kPanelRows);
+  for (int64_t at = panels.first * kPanelRows; at < end; at += kLanes) {
     Vec sum = vzero();
     for (int64_t j = 0; j < call.top_k; ++j) {
       if (place[j] < 0) continue;
@@ -345,7 +355,10 @@ void multiply_and_sum(Context& context, const Call& call, Arrays* arrays, float 
       product.run(context, experts.activation, reinterpret_cast<bf16*>(context.shared.data()), experts.inner,
                   context.products.data());
     });
-    const bf16* inner = reinterpret_cast<const bf16*>(context.shared.data());
+    bf16* inner = reinterpret_cast<bf16*>(context.shared.data());
+    const Linear one = above.at(0);
+    gather_outputs(context.ranks, inner, pairs.count, experts.inner, panel_count(one), panel_outputs(one),
+                   sizeof(bf16));
     found = reinterpret_cast<bf16*>(context.shared.data() + aligned(pairs.count * experts.inner * 2));
     with_kind(below.all.kind, [&](auto kind) {
       const Product<decltype(kind)> product(below, pairs, inner, nullptr, 0);
@@ -354,8 +367,11 @@ void multiply_and_sum(Context& context, const Call& call, Arrays* arrays, float 
       product.run(context, Epilogue::kStore, found, call.width, context.products.data());
     });
   }
+  const int64_t panels = (call.width + kPanelRows - 1) / kPanelRows;
+  const Panels own = share_of(panels, context.ranks.rank, context.ranks.size);
   each_row(context.pool, call.m, call.width * call.top_k,
-           [&](int, int64_t row) { sum_row(call, pairs, found, arrays->weights, row, scale, residual, out); });
+           [&](int, int64_t row) { sum_row(call, pairs, found, arrays->weights, row, own, scale, residual, out); });
+  gather_outputs(context.ranks, out, call.m, call.width, panels, kPanelRows, sizeof(bf16));
 }
 
 // The experts of rows and their weights, [m, top_k] each, through their logits [m, weight->n].
@@ -363,7 +379,7 @@ int32_t choose_experts(Context* context, const Routing& routing, int64_t count, 
                        float* logits, int32_t* index, float* weights) {
   const int64_t n = routing.weight->n;
   const int32_t failed =
-      quire_norm_linear(context, routing.weight, rows, m, routing.norm, logits, Epilogue::kStoreFloat, nullptr, -1);
+      norm_linear_alone(context, routing.weight, rows, m, routing.norm, logits, Epilogue::kStoreFloat);
   if (failed != 0) return failed;
   return guarded(context, [&] {
     context->reserve_own(static_cast<size_t>(routing_floats(count)) * sizeof(float));
@@ -424,7 +440,7 @@ QUIRE_API int32_t quire_gate_rows(Context* context, const Linear* w, const bf16*
   int32_t failed = guarded(context, [&] { context->experts.reserve(static_cast<size_t>(m) * sizeof(float)); });
   if (failed != 0) return failed;
   float* gates = reinterpret_cast<float*>(context->experts.data());
-  failed = quire_norm_linear(context, w, x, m, norm, gates, Epilogue::kStoreFloat, nullptr, -1);
+  failed = norm_linear_alone(context, w, x, m, norm, gates, Epilogue::kStoreFloat);
   if (failed != 0) return failed;
   return guarded(context, [&] {
     each_row(context->pool, m, columns, [&](int, int64_t row) {

@@ -3,8 +3,10 @@
 // Owns where prepared rows live. Promises: a row's result does not depend on who prepared it. Must not know: layers.
 #include <algorithm>
 
+#include "gemm/division.h"
 #include "gemm/gemm.h"
 #include "gemm/gemm_rows.h"
+#include "gemm/products.h"
 #include "gemm/shrinking.h"
 #include "ops.h"
 #include "runtime/context.h"
@@ -88,6 +90,22 @@ void run_prepared(Context& context, const Input& in, int64_t k, const Memory& si
   });
 }
 
+// Of `count` findings that lie `stride` apart.
+Best best_of(const Best* found, int64_t count, int64_t stride) {
+  Best first{0.0f, -1, true};
+  for (int64_t i = 0; i < count; ++i) {
+    const Best& one = found[i * stride];
+    first.finite = first.finite && one.finite;
+    const bool wins =
+        first.column < 0 || one.value > first.value || (one.value == first.value && one.column < first.column);
+    if (one.column >= 0 && wins) {
+      first.value = one.value;
+      first.column = one.column;
+    }
+  }
+  return first;
+}
+
 // Calls multiply(out) with what is the worker's own.
 template <typename Multiply>
 void with_own(const Context& context, const Input& in, Output out, int worker, const Multiply& multiply) {
@@ -98,8 +116,27 @@ void with_own(const Context& context, const Input& in, Output out, int worker, c
   multiply(out);
 }
 
+// The panels of a matrix that are in `ranges`, by every worker.
+void multiply_panels(Pool& pool, int worker, const Linear& w, const PanelRanges& ranges, const Rows& rows, Output out,
+                     char* own) {
+  out.whole = &w;
+  if (ranges.count == 1) {
+    out.first_panel = ranges.at[0].first;
+    return gemm_worker(pool.second, worker, part_of(w, ranges.at[0]), rows, out, own);
+  }
+  PanelQueue queue{pool.second, ranges.total()};
+  while (queue.fetch(worker)) {
+    int64_t before = 0;
+    const Panels* range = ranges.at;
+    for (; queue.held.begin >= before + range->count(); ++range) before += range->count();
+    out.first_panel = range->first;
+    Deal deal(queue, before, range->count());
+    gemm_worker(deal, worker, part_of(w, *range), rows, out, own);
+  }
+}
+
 template <typename Kind>
-void project_as(Context& context, const Linear& w, const Input& in, const Output& out) {
+void project_as(Context& context, const Linear& w, const Input& in, const Output& out, const PanelRanges& ranges) {
   if (in.m == 0) return;
   Pool& pool = context.pool;
   const int64_t sums_bytes = aligned(gemm_scratch_bytes(w, in.m));
@@ -111,7 +148,7 @@ void project_as(Context& context, const Linear& w, const Input& in, const Output
       char* own = context.own[static_cast<size_t>(worker)].data();
       if (in.shrinking != nullptr) in.shrinking->run(worker);
       with_own(context, in, out, worker, [&](const Output& to) {
-        gemm_worker(pool.second, worker, w, {in.m, in.data, nullptr, nullptr}, to, own);
+        multiply_panels(pool, worker, w, ranges, {in.m, in.data, nullptr, nullptr}, to, own);
       });
     });
   }
@@ -124,16 +161,16 @@ void project_as(Context& context, const Linear& w, const Input& in, const Output
   run_prepared(context, in, w.k, sizes, prepare, [&](int worker, char* memory, char* own) {
     const Prepared<Kind> rows(w, in.m, memory);
     with_own(context, in, out, worker, [&](const Output& to) {
-      gemm_worker(pool.second, worker, w, {in.m, rows.data, rows.scales, rows.sums}, to, own);
+      multiply_panels(pool, worker, w, ranges, {in.m, rows.data, rows.scales, rows.sums}, to, own);
     });
   });
 }
 
 // A matrix whose parts are of several kinds, which all multiply rows of bf16, each with the sums of groups of its own.
-void project_stacked(Context& context, const Linear& w, const Input& in, const Output& out) {
+void project_stacked(Context& context, const Linear& w, const Input& in, const Output& out, const PanelRanges& ranges) {
   using Kind = StoredWeights<Nibbles>;  // as any
   if (in.m == 0) return;
-  const int64_t panels = panel_count(w), sums_bytes = aligned(gemm_scratch_bytes(w, in.m));
+  const int64_t sums_bytes = aligned(gemm_scratch_bytes(w, in.m));
   int64_t end = aligned(placed_bytes<Kind>(w, in.m));
   int64_t sums_at[kMostParts];
   for (int64_t part = 0; part < w.num_parts; ++part) {
@@ -151,46 +188,84 @@ void project_stacked(Context& context, const Linear& w, const Input& in, const O
     }
     if (apart) take_apart<Kind>(w, in.m, row, data, memory);
   };
+  // What is multiplied: in each range those panels that are of one part.
+  struct Run {
+    int64_t part, first;  // the first panel in the whole matrix
+    Linear multiplied;
+    int64_t panels;
+  };
+  Run runs[kMostParts * PanelRanges::kMost];
+  int num_runs = 0;
+  for (int64_t part = 0, first = 0; part < w.num_parts; first += panel_count(w.parts[part]), ++part) {
+    for (int i = 0; i < ranges.count; ++i) {
+      const int64_t begin = std::max(first, ranges.at[i].first);
+      const int64_t stop = std::min(first + panel_count(w.parts[part]), ranges.at[i].end);
+      if (begin >= stop) continue;
+      const Panels own{begin - first, stop - first};
+      runs[num_runs++] = {part, begin, part_of(w.parts[part], own), own.count()};
+    }
+  }
   const Memory sizes{end, sums_bytes + aligned(w.k * 2)};
   run_prepared(context, in, w.k, sizes, prepare, [&](int worker, char* memory, char* own) {
     with_own(context, in, out, worker, [&](Output to) {
       to.whole = &w;
-      PanelQueue queue{context.pool.second, panels};
+      PanelQueue queue{context.pool.second, ranges.total()};
       while (queue.fetch(worker)) {
-        int64_t part = 0;
-        for (to.first_panel = 0; queue.held.begin >= to.first_panel + panel_count(w.parts[part]); ++part) {
-          to.first_panel += panel_count(w.parts[part]);
-        }
-        const Linear& multiplied = w.parts[part];
-        Deal deal(queue, to.first_panel, panel_count(multiplied));
-        const auto* sums = reinterpret_cast<const int32_t*>(sums_of(memory, part));
-        gemm_worker(deal, worker, multiplied, {in.m, memory, nullptr, sums}, to, own);
+        int64_t before = 0;
+        const Run* run = runs;
+        for (; queue.held.begin >= before + run->panels; ++run) before += run->panels;
+        to.first_panel = run->first;
+        Deal deal(queue, before, run->panels);
+        const auto* sums = reinterpret_cast<const int32_t*>(sums_of(memory, run->part));
+        gemm_worker(deal, worker, run->multiplied, {in.m, memory, nullptr, sums}, to, own);
       }
     });
   });
 }
 
-void project(Context& context, const Linear& w, const Input& in, const Output& out) {
-  if (w.kind == WeightKind::kStacked) return project_stacked(context, w, in, out);
-  with_kind(w.kind, [&](auto kind) { project_as<decltype(kind)>(context, w, in, out); });
+void project(Context& context, const Linear& w, const Input& in, const Output& out, const PanelRanges& ranges) {
+  if (w.kind == WeightKind::kStacked) return project_stacked(context, w, in, out, ranges);
+  with_kind(w.kind, [&](auto kind) { project_as<decltype(kind)>(context, w, in, out, ranges); });
+}
+
+// The panels of this rank.
+PanelRanges own_panels(const Context& context, const Linear& w) { return own_panels(panel_count(w), context.ranks); }
+
+void gather(const Context& context, const Linear& w, void* out, int64_t m, int64_t value_bytes) {
+  const int64_t outputs = w.gate_up ? w.n / 2 : w.n;
+  gather_outputs(context.ranks, out, m, outputs, panel_count(w), panel_outputs(w), value_bytes);
 }
 
 void project_adapted(Context& context, const Linear& w, Input in, const Output& out, const StepAdapters* adapters,
-                     int64_t site) {
-  if (adapters == nullptr) return project(context, w, in, out);
+                     int64_t site, const PanelRanges& ranges) {
+  if (adapters == nullptr) return project(context, w, in, out, ranges);
   const Shrinking shrinking(context, *adapters, site, w, in.data, in.m, in.norm);
   if (shrinking.any()) in.shrinking = &shrinking;
-  project(context, w, in, out);
+  project(context, w, in, out, ranges);
 }
 
 }  // namespace
 
-QUIRE_API int32_t quire_norm_linear(Context* context, const Linear* w, const bf16* x, int64_t m, const Norm* norm,
-                                    void* out, Epilogue epilogue, const StepAdapters* adapters, int64_t site) {
+int32_t norm_linear_panels(Context* context, const Linear* w, const bf16* x, int64_t m, const Norm* norm, void* out,
+                           Epilogue epilogue, const StepAdapters* adapters, int64_t site, const PanelRanges& ranges) {
   return guarded(context, [&] {
     const Output to{epilogue, out, w->gate_up ? w->n / 2 : w->n, nullptr};
-    project_adapted(*context, *w, {x, m, norm}, to, adapters, site);
+    project_adapted(*context, *w, {x, m, norm}, to, adapters, site, ranges);
   });
+}
+
+int32_t norm_linear_alone(Context* context, const Linear* w, const bf16* x, int64_t m, const Norm* norm, void* out,
+                          Epilogue epilogue) {
+  const PanelRanges all{{{0, panel_count(*w)}}, 1};
+  return norm_linear_panels(context, w, x, m, norm, out, epilogue, nullptr, -1, all);
+}
+
+QUIRE_API int32_t quire_norm_linear(Context* context, const Linear* w, const bf16* x, int64_t m, const Norm* norm,
+                                    void* out, Epilogue epilogue, const StepAdapters* adapters, int64_t site) {
+  const PanelRanges own = own_panels(*context, *w);
+  const int32_t failed = norm_linear_panels(context, w, x, m, norm, out, epilogue, adapters, site, own);
+  if (failed != 0) return failed;
+  return guarded(context, [&] { gather(*context, *w, out, m, epilogue == Epilogue::kStoreFloat ? 4 : 2); });
 }
 
 QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16* x, int64_t m, float scale,
@@ -198,7 +273,8 @@ QUIRE_API int32_t quire_linear_add(Context* context, const Linear* w, const bf16
   return guarded(context, [&] {
     Output to{Epilogue::kAdd, out, w->n, residual};
     to.scale = scale;
-    project_adapted(*context, *w, {x, m, nullptr}, to, adapters, site);
+    project_adapted(*context, *w, {x, m, nullptr}, to, adapters, site, own_panels(*context, *w));
+    gather(*context, *w, out, m, sizeof(bf16));
   });
 }
 
@@ -233,22 +309,18 @@ QUIRE_API int32_t quire_greedy(Context* context, const Linear* w, const bf16* x,
                                const uint64_t* allowed, int64_t* columns, uint8_t* finite) {
   return guarded(context, [&] {
     const int64_t workers = context->pool.size();
-    context->between.reserve(static_cast<size_t>(workers * m) * sizeof(Best));
+    const Ranks& ranks = context->ranks;
+    context->between.reserve(static_cast<size_t>((workers + ranks.size) * m) * sizeof(Best));
     Best* best = reinterpret_cast<Best*>(context->between.data());
     std::fill(best, best + workers * m, Best{0.0f, -1, true});
-    project(*context, *w, {x, m, norm}, {Epilogue::kBest, nullptr, 0, nullptr, best, allowed});
+    const PanelRanges own = own_panels(*context, *w);
+    project(*context, *w, {x, m, norm}, {Epilogue::kBest, nullptr, 0, nullptr, best, allowed}, own);
+    Best* of_ranks = best + workers * m;
+    for (int64_t row = 0; row < m; ++row) of_ranks[ranks.rank * m + row] = best_of(best + row, workers, m);
+    const int64_t panels = ranks.size;  // each rank's as one
+    gather_outputs(ranks, of_ranks, 1, ranks.size * m, panels, m, sizeof(Best));
     for (int64_t row = 0; row < m; ++row) {
-      Best first{0.0f, -1, true};
-      for (int64_t worker = 0; worker < workers; ++worker) {
-        const Best& one = best[worker * m + row];
-        first.finite = first.finite && one.finite;
-        const bool wins =
-            first.column < 0 || one.value > first.value || (one.value == first.value && one.column < first.column);
-        if (one.column >= 0 && wins) {
-          first.value = one.value;
-          first.column = one.column;
-        }
-      }
+      const Best first = best_of(of_ranks + row, ranks.size, m);
       columns[row] = first.column;
       finite[row] = first.finite;
     }

@@ -19,6 +19,10 @@ QUIRE_API Context* quire_create(int32_t threads, const int32_t* cpus) {
 
 QUIRE_API void quire_destroy(Context* context) { delete context; }
 
+QUIRE_API void quire_join(Context* context, int32_t rank, int32_t size, GatherColumns gather, void* self) {
+  context->ranks = {rank, size, gather, self};
+}
+
 QUIRE_API int32_t quire_threads(const Context* context) { return context->pool.size(); }
 
 }  // namespace quire

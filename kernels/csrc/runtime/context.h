@@ -15,6 +15,7 @@
 
 #include "runtime/commit.h"
 #include "runtime/pool.h"
+#include "runtime/ranks.h"
 
 namespace quire {
 
@@ -66,6 +67,7 @@ struct Context {
   Scratch adapted;            // what adapters make of the rows of the product that follows
   std::vector<Scratch> own;
   Committer committer;  // of the KV pool
+  Ranks ranks;          // that divide every product
 };
 
 // Runs an op's body alone on the context; the exported function's result.
@@ -75,6 +77,8 @@ int32_t guarded(Context* context, const Body& body) {
     const std::lock_guard<std::mutex> lock(context->busy);
     body();
     return 0;
+  } catch (const RankLost&) {
+    return kRankLost;
   } catch (...) {  // only memory can run out
     return 1;
   }

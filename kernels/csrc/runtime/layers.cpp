@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "attention/head_share.h"
+#include "gemm/products.h"
 #include "ops.h"
 #include "runtime/context.h"
 
@@ -18,19 +20,47 @@ void keep_rows(bf16* x, int64_t width, const int64_t* chosen, int64_t count) {
   }
 }
 
+// The projection to queries, keys and values, for the heads that `shape` is of. Where all heads are normed together
+// every rank needs all of them.
+int32_t project_heads(Context* context, const LayerOp* op, const AttentionShape& shape, const bf16* x, int64_t rows,
+                      bf16* wide, const StepAdapters* adapters) {
+  if (context->ranks.size == 1 || shape.row_norms != 0) {
+    return quire_norm_linear(context, op->weight, x, rows, op->norm, wide, op->epilogue, adapters, op->site);
+  }
+  const PanelRanges own = HeadShare::of(shape, op->weight->n, context->ranks).panels(shape);
+  return norm_linear_panels(context, op->weight, x, rows, op->norm, wide, op->epilogue, adapters, op->site, own);
+}
+
+// Attention of this rank's heads, and of the others: mixed [rows, all heads]. `own` has room for the rank's.
+int32_t attend(Context* context, const LayerOp* op, const KvPool* pool, const AttentionStep* step, const bf16* q,
+               bf16* own, bf16* mixed) {
+  const Ranks& ranks = context->ranks;
+  if (ranks.size == 1) return quire_attention(context, op->attention, pool, op->layer, step, q, mixed);
+  const int32_t failed = quire_attention(context, op->attention, pool, op->layer, step, q, own);
+  if (failed != 0) return failed;
+  const int64_t width = int64_t{op->attention->num_heads} * op->attention->head_dim;
+  for (int64_t row = 0; row < step->rows; ++row) {
+    std::memcpy(mixed + (row * ranks.size + ranks.rank) * width, own + row * width,
+                static_cast<size_t>(width) * sizeof(bf16));
+  }
+  return guarded(
+      context, [&] { gather_outputs(ranks, mixed, step->rows, width * ranks.size, ranks.size, width, sizeof(bf16)); });
+}
+
 }  // namespace
 
 QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t count, const KvPool* pools,
                                const AttentionStep* steps, const AttentionStep* sampled, const int64_t* sample_rows,
                                const StepAdapters* adapters, bf16* x) {
   int64_t widest = 0, heads = 0, hidden = 0, wide_columns = 0;
+  const int64_t num_ranks = context->ranks.size;
   bool projects = false, holds = false;
   for (const LayerOp* op = ops; op != ops + count; ++op) {
     if (op->kind == LayerOpKind::kNormLinear) {
       hidden = op->weight->columns;
       widest = std::max(widest, op->weight->gate_up ? op->weight->n / 2 : op->weight->n);
     } else if (op->kind == LayerOpKind::kAttend) {
-      heads = std::max<int64_t>(heads, int64_t{op->attention->num_heads} * op->attention->head_dim);
+      heads = std::max<int64_t>(heads, int64_t{op->attention->num_heads} * op->attention->head_dim * num_ranks);
     }
     projects = projects || op->kind == LayerOpKind::kNormAdd || op->kind == LayerOpKind::kNormHold;
     holds = holds || op->kind == LayerOpKind::kNormHold;
@@ -38,8 +68,9 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
   int64_t rows = steps->rows;
   const int64_t wide_bytes = aligned(rows * widest * 2), head_bytes = aligned(rows * heads * 2);
   const int64_t y_bytes = projects ? aligned(rows * hidden * 2) : 0, held_bytes = holds ? y_bytes : 0;
+  const int64_t slot_bytes = aligned(rows * 4), own_bytes = num_ranks > 1 ? head_bytes : 0;
   try {
-    const int64_t bytes = wide_bytes + 2 * head_bytes + y_bytes + held_bytes + aligned(rows * 4);
+    const int64_t bytes = wide_bytes + 2 * head_bytes + y_bytes + held_bytes + slot_bytes + own_bytes;
     context->between.reserve(static_cast<size_t>(bytes));
   } catch (const std::bad_alloc&) {
     return 1;
@@ -49,6 +80,7 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
   bf16* mixed = reinterpret_cast<bf16*>(context->between.data() + wide_bytes + head_bytes);
   bf16* y = reinterpret_cast<bf16*>(context->between.data() + wide_bytes + 2 * head_bytes);
   bf16* held = y + y_bytes / 2;
+  bf16* own_mixed = held + (held_bytes + slot_bytes) / 2;
 
   StepAdapters kept{};  // of the sample rows
   const auto added_at = [&](const LayerOp* op) { return op->site < 0 ? nullptr : adapters; };
@@ -57,13 +89,17 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
   for (const LayerOp* op = ops; op != ops + count && failed == 0; ++op) {
     switch (op->kind) {
       case LayerOpKind::kNormLinear:
-        failed = quire_norm_linear(context, op->weight, x, rows, op->norm, wide, op->epilogue, added_at(op), op->site);
         wide_columns = op->weight->gate_up ? op->weight->n / 2 : op->weight->n;
+        if (op + 1 != ops + count && op[1].kind == LayerOpKind::kRopeWrite) {
+          failed = project_heads(context, op, *op[1].attention, x, rows, wide, added_at(op));
+          break;
+        }
+        failed = quire_norm_linear(context, op->weight, x, rows, op->norm, wide, op->epilogue, added_at(op), op->site);
         break;
       case LayerOpKind::kRopeWrite:
         q_width = int64_t{op->attention->num_heads} * op->attention->head_dim;
-        failed = quire_rope_write(context, op->attention, pools + op->part, op->layer, steps + op->group, wide,
-                                  op->rope, op->rope_rows, q);
+        failed = rope_write_share(context, op->attention, HeadShare::of(*op->attention, wide_columns, context->ranks),
+                                  pools + op->part, op->layer, steps + op->group, wide, op->rope, op->rope_rows, q);
         break;
       case LayerOpKind::kKeepSampled:
         if (sampled == nullptr) break;
@@ -81,7 +117,7 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
         steps = sampled;
         break;
       case LayerOpKind::kAttend:
-        failed = quire_attention(context, op->attention, pools + op->part, op->layer, steps + op->group, q, mixed);
+        failed = attend(context, op, pools + op->part, steps + op->group, q, own_mixed, mixed);
         break;
       case LayerOpKind::kGateMixed:  // as wide as the queries, which nobody reads any more
         failed = quire_norm_linear(context, op->weight, x, rows, op->norm, q, Epilogue::kStore, nullptr, -1);

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire_kernels.cpu.context import Context, map_huge
 from quire_kernels.cpu.kv_layout import UNIT, unsupported
+from quire_kernels.cpu.ranks import raise_for_lost
 from quire_kernels.cpu.signatures import PoolArgs, ShapeArgs, StepArgs
 from quire_kernels.kernel_set import AttentionInput, AttentionShape, PoolPart
 
@@ -248,6 +249,7 @@ def _require(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: s
 
 
 def raise_for(failed: int) -> None:
+    raise_for_lost(failed)
     if failed == _OUT_OF_RANGE:
         raise IndexError("a position, slot or block of this step does not exist")
     if failed:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire_kernels.cpu.topology import spread
+from quire_kernels.ranks import Collective
 
 _HUGE_PAGE = 2 << 20
 _CHUNK_BYTES = 64 << 20
@@ -32,7 +33,13 @@ class Context:
         if not handle:
             raise MemoryError(f"starting {threads} worker threads")
         self.handle: int = handle
+        self.ranks: Collective | None = None  # that divide the products
+        self.kept: object = None  # of theirs, what C++ calls
         weakref.finalize(self, library.quire_destroy, handle)
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.ranks is None else self.ranks.size
 
 
 def map_huge(num_bytes: int) -> Tensor:

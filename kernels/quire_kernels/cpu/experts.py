@@ -15,6 +15,7 @@ from torch import Tensor
 from quire_kernels.cpu.context import Context
 from quire_kernels.cpu.linear import GATES, norm_args, rows_of
 from quire_kernels.cpu.packing import PackedLinear
+from quire_kernels.cpu.ranks import raise_for_lost
 from quire_kernels.cpu.signatures import ExpertsArgs, RoutingArgs
 from quire_kernels.cpu.stored import STACKED
 from quire_kernels.kernel_set import ExpertMatrices, Norm, Routing, Scoring, expert_rows
@@ -62,6 +63,7 @@ class ExpertOps:
             None if residual is None else residual.data_ptr(),
             out.data_ptr(),
         )
+        raise_for_lost(failed)
         if failed:
             raise MemoryError(f"mixing the experts of {rows} rows")
         return out
@@ -83,6 +85,7 @@ class ExpertOps:
             weights.data_ptr(),
             out.data_ptr(),
         )
+        raise_for_lost(failed)
         if failed:
             raise MemoryError(f"mixing the experts of {rows} rows")
         return out

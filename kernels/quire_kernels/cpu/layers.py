@@ -77,7 +77,7 @@ class CpuLayers:
         self._attention = attention
         self._program = tuple(program)  # keeps the targets of the addresses below alive
         self._run = context.library.quire_layers
-        self._width = _check(self._program)
+        self._width = _check(self._program, context.num_ranks)
         attends = [op for op in self._program if isinstance(op, Attend)]
         # Of each part of the pool the layer that lies last.
         self._last = {
@@ -183,7 +183,7 @@ class CpuLayers:
         return ctypes.addressof(self._norms[-1])
 
 
-def _check(program: Sequence[LayerOp]) -> int:
+def _check(program: Sequence[LayerOp], num_ranks: int) -> int:
     """The width of x. ValueError if an op does not fit the rows that those before it leave."""
     first = program[0]
     if not isinstance(first, NormLinear):
@@ -191,12 +191,12 @@ def _check(program: Sequence[LayerOp]) -> int:
     width: int = first.weight.num_inputs
     widths = {"x": width, "wide": 0, "q": 0, "mixed": 0}
     for op in program:
-        if any(found != wanted for found, wanted in _sizes(op, widths)):
+        if any(found != wanted for found, wanted in _sizes(op, widths, num_ranks)):
             raise ValueError(f"the sizes of a layer do not fit together: {type(op).__name__} after rows of {widths}")
     return width
 
 
-def _sizes(op: LayerOp, widths: dict[str, int]) -> Iterator[tuple[int, int]]:
+def _sizes(op: LayerOp, widths: dict[str, int], num_ranks: int) -> Iterator[tuple[int, int]]:
     """Pairs of sizes that have to be equal; `widths` becomes what the op leaves."""
     match op:
         case NormLinear() | NormGateUp():
@@ -206,13 +206,15 @@ def _sizes(op: LayerOp, widths: dict[str, int]) -> Iterator[tuple[int, int]]:
         case RopeWrite():
             if op.rope.dtype != torch.float32 or not op.rope.is_contiguous():
                 raise ValueError("rope must be contiguous float32")
-            heads = op.shape.num_heads + 2 * op.shape.num_kv_heads
-            yield widths["wide"], heads * op.shape.head_dim
+            heads, queries = widths["wide"] // op.shape.head_dim, op.shape.num_heads * num_ranks
+            kv_heads = (heads - queries) // 2  # of all ranks, several of which may have the same ones
+            yield widths["wide"], (queries + 2 * kv_heads) * op.shape.head_dim
+            yield max(1, kv_heads // num_ranks), op.shape.num_kv_heads
             yield op.rope.shape[1], op.shape.head_dim
             widths["q"] = op.shape.num_heads * op.shape.head_dim
         case Attend():
-            widths["mixed"] = op.shape.num_heads * op.shape.head_dim
-            yield widths["q"], widths["mixed"]
+            yield widths["q"], op.shape.num_heads * op.shape.head_dim
+            widths["mixed"] = widths["q"] * num_ranks
         case GateMixed():
             yield op.weight.num_inputs, widths["x"]
             yield op.weight.gate_up, False

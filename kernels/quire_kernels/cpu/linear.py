@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from quire_kernels.cpu.context import Context
-from quire_kernels.cpu.low_rank import addend_args, bind_adapter, pack_low_rank
+from quire_kernels.cpu.low_rank import BoundAdapter, addend_args, bind_adapter, pack_low_rank
 from quire_kernels.cpu.packing import PackedLinear
+from quire_kernels.cpu.ranks import raise_for_lost
 from quire_kernels.cpu.signatures import NormArgs
 from quire_kernels.cpu.stored import STORED_KINDS, OffsetForm
 from quire_kernels.kernel_set import Activation, AdaptedOps, Addend, Norm
@@ -64,6 +65,8 @@ class LinearOps:
             norm_linear=lambda x, norm, w, addend: self._normed(x, norm, w, Epilogue.STORE, addend),
             norm_gate_up=lambda x, norm, w, act, addend: self._normed(x, norm, w, GATES[act], addend),
             linear_add=self.linear_add,
+            told=BoundAdapter.told,
+            restored=BoundAdapter.restored,
         )
 
     def embed_stored(self, w: PackedLinear, ids: Tensor) -> Tensor:
@@ -100,8 +103,7 @@ class LinearOps:
         columns, finite = (ctypes.c_int64 * rows)(), (ctypes.c_uint8 * rows)()
         bits = None if allowed is None else _bits(allowed, rows, w.num_outputs)
         arguments = None if norm is None else byref(norm_args(norm, w.num_inputs))
-        if self._greedy(self._handle, w.address, x.data_ptr(), rows, arguments, bits, columns, finite):
-            raise MemoryError(f"multiplying {rows} rows")
+        _raise_for(self._greedy(self._handle, w.address, x.data_ptr(), rows, arguments, bits, columns, finite), rows)
         return list(columns), [bool(value) for value in finite]
 
     def linear_add(
@@ -116,8 +118,7 @@ class LinearOps:
         if source == target and rows:  # in place, results would be read as inputs
             raise ValueError("x and residual must not share memory")
         added = None if addend is None else byref(addend_args(addend, w, rows))
-        if self._linear_add(self._handle, w.address, source, rows, scale, target, target, added, 0):
-            raise MemoryError(f"multiplying {rows} rows")
+        _raise_for(self._linear_add(self._handle, w.address, source, rows, scale, target, target, added, 0), rows)
         return residual
 
     def norm_add(self, y: Tensor, norm: Norm, residual: Tensor, scale: float = 1.0) -> Tensor:
@@ -151,9 +152,14 @@ class LinearOps:
         arguments = None if norm is None else byref(norm_args(norm, w.num_inputs))
         added = None if addend is None else byref(addend_args(addend, w, rows))
         operands = (x.data_ptr(), rows, arguments, out.data_ptr(), epilogue)
-        if self._norm_linear(self._handle, w.address, *operands, added, 0):
-            raise MemoryError(f"multiplying {rows} rows")
+        _raise_for(self._norm_linear(self._handle, w.address, *operands, added, 0), rows)
         return out
+
+
+def _raise_for(failed: int, rows: int) -> None:
+    raise_for_lost(failed)
+    if failed:
+        raise MemoryError(f"multiplying {rows} rows")
 
 
 def norm_args(norm: Norm, width: int) -> NormArgs:

@@ -21,6 +21,7 @@ from quire_kernels.kernel_set import Addend, LowRankMatrix
 
 _HALF = 32  # rows of half a panel
 _ALIGNMENT = 64
+_MEMORY = ("shrink", "scales", "expand", "halves")  # of a packed matrix
 
 
 class PackedLowRank(NamedTuple):
@@ -114,6 +115,28 @@ class BoundAdapter:
 
     def __getitem__(self, site: int) -> PackedLowRank | None:
         return self._sites[site]
+
+    def told(self) -> tuple[Tensor, ...]:
+        """All of it as tensors: the numbers of each site, zeros where it has no matrix, then the matrices' memory."""
+        numbers = [
+            (0, 0, 0, 0) if each is None else (each.args.rank, each.num_rows, each.num_inputs, int(each.gate_up))
+            for each in self._sites
+        ]
+        memory = [each.memory[name] for each in self._sites if each is not None for name in _MEMORY]
+        return torch.tensor(numbers), *memory
+
+    @staticmethod
+    def restored(tensors: Sequence[Tensor]) -> BoundAdapter:
+        """The adapter that `told` has told."""
+        numbers, *memory = tensors
+        sites: list[PackedLowRank | None] = []
+        for rank, num_rows, num_inputs, gate_up in numbers.tolist():
+            if num_rows == 0:
+                sites.append(None)
+                continue
+            own, memory = dict(zip(_MEMORY, memory, strict=False)), memory[len(_MEMORY) :]
+            sites.append(PackedLowRank(_arguments(rank, own), num_rows, num_inputs, bool(gate_up), own))
+        return bind_adapter(sites)
 
     def check(self, products: Mapping[int, PackedLinear]) -> None:
         """Raises ValueError where it does not fit the products of a program, by site."""

@@ -677,6 +677,7 @@ class PlanMetrics:
                 "kernels",
                 "cpu_variant",
                 "num_threads",
+                "tensor_parallel_size",
                 "max_model_len",
             ),
         )
@@ -745,6 +746,7 @@ class PlanMetrics:
             plan.kernels,
             plan.cpu_variant or "none",
             str(plan.num_threads),
+            str(plan.tensor_parallel_size),
             str(scheduler.max_model_len),
         )
         caching = str(scheduler.limits.enable_prefix_caching).lower()

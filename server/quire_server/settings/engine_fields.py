@@ -98,7 +98,12 @@ class EngineFields(BaseModel):
         "Model",
         "a request gets the same bits alone and in any batch; costs speed on a GPU, on a CPU it is always so",
     )
-    num_threads: Positive | None = option(None, "Model", "CPU compute threads; default: one for each usable core")
+    num_threads: Positive | None = option(
+        None, "Model", "CPU compute threads, of all ranks together; default: one for each usable core"
+    )
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = option(
+        1, "Model", "processes (ranks) that compute the model together, each some heads and columns; on a CPU only"
+    )
     max_model_len: OptionalCount = option(
         None, "Model", "longest prompt + output; 8k is 8000, 8K is 8192; default: the model's own", "tokens"
     )

@@ -34,6 +34,9 @@ def add_hidden_flags(parser: argparse.ArgumentParser, ours: Collection[str]) -> 
         else:
             # Where the flag is refused anyway, a value that is missing is not what to tell first.
             parser.add_argument(*names, nargs="?" if flag.refused else None, dest=dest, help=argparse.SUPPRESS)
+    for flag in FLAGS:
+        if flag.short and flag.setting and flag.name.replace("-", "_") in ours:  # our own name, and vLLM's short one
+            parser.add_argument(*flag.short, dest=flag.setting, help=argparse.SUPPRESS)
 
 
 def foreign(ours: Collection[str]) -> list[VllmFlag]:
@@ -304,9 +307,9 @@ def _never(names: str, text: str, takes: Takes = "value") -> list[VllmFlag]:
 
 
 _SLEEP = "without --enable-sleep-mode it is unused"
-_ONE = "one process computes a model on one device"
+_ONE = "ranks of one machine compute a model, with --tensor-parallel-size, and engines beside it, with --replicas"
 _TEXT = "models of text only: no images, audio or video are read"
-_EXPERTS = "one process computes all experts of a layer"
+_EXPERTS = "every rank computes some columns of all experts of a layer"
 _MAMBA = "models with states (Mamba) are not served"
 _GRAPHS = "graphs and compilers change no answer; on a GPU steps run as CUDA graphs"
 _LORA = "adapters are plain LoRA of all the matrices that they have; merge others into the checkpoint"
@@ -442,7 +445,8 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_only("performance-mode", "balanced", "--itl-target weighs prompts against running streams"),
     *_is("attention-backend", "attention", values={"TRITON_ATTN": "triton", "FLASH_ATTN": "flash-attn"}),
     *_never("attention-config,-ac", "--attention chooses who computes attention", "json"),
-    *_only("tensor-parallel-size,-tp pipeline-parallel-size,-pp data-parallel-size,-dp nnodes,-n", "1", _ONE),
+    *_is("tensor-parallel-size,-tp", "tensor_parallel_size"),
+    *_only("pipeline-parallel-size,-pp data-parallel-size,-dp nnodes,-n", "1", _ONE),
     *_only(
         "data-parallel-size-local,-dpl decode-context-parallel-size,-dcp prefill-context-parallel-size,-pcp", "1", _ONE
     ),
@@ -457,7 +461,7 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_never("master-port cp-kv-cache-interleave-size dcp-kv-cache-interleave-size dcp-comm-backend", _ONE),
     *_never("dbo-decode-token-threshold dbo-prefill-token-threshold", _ONE),
     *_off("data-parallel-hybrid-lb,-dph data-parallel-external-lb,-dpe enable-dbo enable-elastic-ep", _ONE),
-    *_only("distributed-executor-backend", "mp uni", "the engine is one process"),
+    *_only("distributed-executor-backend", "mp uni", "ranks are processes of one machine"),
     *_any("distributed-timeout-seconds cpu-distributed-timeout-seconds max-parallel-loading-workers", _ONE),
     *_any("disable-custom-all-reduce disable-nccl-for-dp-synchronization", _ONE, "switch"),
     *_off("ray-workers-use-nsight", _ONE),

@@ -21,6 +21,7 @@ from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.matrix_parts import WeightSource
 from quire_engine.execution.models.quantisation import Quantisation
 from quire_engine.kv_groups import KVHeads, KVLayout
+from quire_engine.ranks import ALONE, Rank
 from quire_kernels.kernel_set import ChoiceRows, KernelSet
 from quire_kernels.packed_form import PackedForm
 
@@ -81,6 +82,7 @@ class Wanted:
     device: torch.device
     threads: int
     layout: KVLayout  # of the pool
+    rank: Rank = ALONE
 
     @property
     def path(self) -> Path:

@@ -35,6 +35,7 @@ from quire_engine.execution.models.sites import site_of
 from quire_engine.execution.packed.image import ALIGNMENT, Image, ImageWriter
 from quire_engine.execution.progress import Progress, Tell, tell_nobody
 from quire_engine.kv_groups import KVLayout, one_group
+from quire_engine.ranks import ALONE, Rank, heads_of_rank
 from quire_kernels.kernel_set import (
     Attend,
     AttentionShape,
@@ -79,6 +80,7 @@ def load_decoder(
     max_model_len: int,
     tell: Tell = tell_nobody,
     threads: int = 1,
+    rank: Rank = ALONE,
 ) -> Decoder:
     """Load `path`'s weights, converted to `dtype`, onto `device`; positions up to `max_model_len` can be computed.
 
@@ -87,8 +89,10 @@ def load_decoder(
     """
     with checked_checkpoint(path, config) as checkpoint:
         source = CheckpointSource(checkpoint, kernels, dtype, device, tell=tell, threads=threads)
-        layout = one_group(config.kv_heads)
-        weights = assemble(source, config, kernels, layout=layout, device=device, max_model_len=max_model_len)
+        layout = one_group(heads_of_rank(config.kv_heads, rank.size))
+        weights = assemble(
+            source, config, kernels, layout=layout, device=device, max_model_len=max_model_len, rank=rank
+        )
     return decoder_of(weights, config, kernels)
 
 
@@ -240,13 +244,14 @@ def assemble(
     layout: KVLayout,
     device: torch.device,
     max_model_len: int,
+    rank: Rank = ALONE,
 ) -> Weights:
-    """The decoder's weights from wherever they come, for a pool of this layout."""
+    """The decoder's weights from wherever they come, for a pool of this layout, which is the rank's."""
     tied, table = config.tie_word_embeddings, source.stored_table("embedding", EMBEDDING)
     embedding = source.tensor(EMBEDDING) if table is None else None
     # The largest matrix comes while little else is in memory: what packing needs beside the weights is then a layer.
     head = table if tied and table is not None else source.head("head", EMBEDDING if tied else _HEAD, embedding)
-    layers = _Layers(source, config, kernels, layout, device=device, max_model_len=max_model_len)
+    layers = _Layers(source, config, kernels, layout, device=device, max_model_len=max_model_len, rank=rank)
     return Weights(
         embedding=embedding,
         program=tuple(op for index in range(config.num_layers) for op in layers.ops(index)),
@@ -278,8 +283,9 @@ class _Layers:
         *,
         device: torch.device,
         max_model_len: int,
+        rank: Rank,
     ) -> None:
-        self._source, self._config, self._layout = source, config, layout
+        self._source, self._config, self._layout, self._rank = source, config, layout, rank
         self._experts = ExpertLayers(source, config, kernels, self.norm)
         widths = [heads.width for heads in config.kv_heads]
         self._orders = {width: pair_order(config, width) for width in set(widths)}
@@ -365,15 +371,21 @@ class _Layers:
             yield NormAdd(norm=norm, scale=scale)
 
     def _shape(self, index: int, attention: str) -> AttentionShape:
-        config = self._config
+        config, heads = self._config, self._config.kv_heads[index]
+        own, own_kv = (self._rank.heads(number) for number in (config.num_heads, heads.number))
         q_norm = k_norm = None
         if config.qk_norm:
-            width = config.kv_heads[index].width
-            q_norm, k_norm = (self._head_norm(f"{attention}{name}.weight", width) for name in ("q_norm", "k_norm"))
+            q_norm, k_norm = (
+                self._head_norm(f"{attention}{name}.weight", heads.width) for name in ("q_norm", "k_norm")
+            )
+            if config.family.qk_norm == "row":
+                q_norm, k_norm = (
+                    norm.view(-1, heads.width)[part].flatten() for norm, part in ((q_norm, own), (k_norm, own_kv))
+                )
         return AttentionShape(
-            num_heads=config.num_heads,
-            num_kv_heads=config.kv_heads[index].number,
-            head_dim=config.kv_heads[index].width,
+            num_heads=own.stop - own.start,
+            num_kv_heads=own_kv.stop - own_kv.start,
+            head_dim=heads.width,
             scale=config.attention_scale,
             window=config.windows[index],
             bidirectional=config.bidirectional,
@@ -382,7 +394,7 @@ class _Layers:
             v_norm=config.family.v_norm,
             norm_eps=config.norm_eps,
             softcap=config.score_cap,
-            sinks=self._source.tensor(attention + "sinks").float() if config.family.sinks else None,
+            sinks=self._source.tensor(attention + "sinks").float()[own] if config.family.sinks else None,
         )
 
     def _head_norm(self, name: str, width: int) -> Tensor:

@@ -38,6 +38,8 @@ def add_kv_flags(parser: argparse.ArgumentParser, default_model: str) -> None:
         "--max-len", type=whole_number, metavar="N", help="what would be reserved for it [4096, or the model's]"
     )
     group.add_argument("--memory", type=_bytes, metavar="SIZE", help="a pool, such as 60GB or 60GiB: its blocks")
+    group.add_argument("--ranks", type=whole_number, metavar="N", help="what each of so many ranks holds")
+    group.add_argument("--stages", type=whole_number, metavar="N", help="the same of stages of a pipeline of layers")
     group.add_argument("--prefix", type=whole_number, metavar="N", help="tokens that sessions have in common")
     group.add_argument("--sessions", type=whole_number, default=16, metavar="N", help="how many have them [16]")
 
@@ -77,6 +79,7 @@ def print_kv(given: argparse.Namespace, folder: Path, console: Console) -> int:
             f" {blocks // one.blocks:,} such sequences, or {given.memory // one.reserved_bytes:,} reserved ones",
             highlight=False,
         )
+    _print_parts(given, shape, console)
     if given.prefix is not None:
         found = shared_prefix(prefix=given.prefix, sessions=given.sessions, block_size=size)
         saved = bytes_text(found.saved_blocks * shape.bytes_per_block(size))
@@ -86,6 +89,26 @@ def print_kv(given: argparse.Namespace, folder: Path, console: Console) -> int:
             highlight=False,
         )
     return 0
+
+
+def _print_parts(given: argparse.Namespace, shape: KVShape, console: Console) -> None:
+    """The parts of a block that ranks, and stages of a pipeline, hold."""
+    whole = shape.bytes_per_token * given.block_size
+    if given.ranks is not None:
+        own = shape.of_rank(given.ranks).bytes_per_token * given.block_size
+        twice = "nothing twice" if own * given.ranks == whole else f"each head {own * given.ranks // whole} times"
+        console.print(
+            f"{given.ranks} ranks: one table for all; of a block's {bytes_text(whole)} each holds its heads' part in"
+            f" every layer, {bytes_text(own)}, {twice}",
+            highlight=False,
+        )
+    if given.stages is not None:
+        parts = shape.stage_bytes(given.stages, given.block_size)
+        console.print(
+            f"{given.stages} stages: one table for all; of a block's {bytes_text(whole)} each holds its layers' part,"
+            f" at most {bytes_text(max(parts))}, nothing twice",
+            highlight=False,
+        )
 
 
 def _given_shape(text: str) -> KVShape:

@@ -35,7 +35,7 @@ answers = []
 for asked in json.loads(sys.argv[1]):
     try:
         llm = asked.pop("llm", None)
-        settings = engine_settings(llm, 1, asked) if llm else localized(Settings(**asked))
+        settings = engine_settings(llm, asked) if llm else localized(Settings(**asked))
         answers.append([settings.model, list(settings.model_names), settings.tokenizer])
     except ModelLoadError as error:
         answers.append(str(error))

@@ -70,6 +70,23 @@ def test_f11_a_prefix_that_sessions_share(capsys: pytest.CaptureFixture[str]) ->
     assert "13 blocks shared, 208 separate, 195 saved" in capsys.readouterr().out
 
 
+def test_ranks_and_stages_hold_every_block_once(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = KVShape(layers=10, kv_heads=8, head_dim=128, bytes_per_value=2)
+    block = 16 * shape.bytes_per_token
+    assert shape.of_rank(4).bytes_per_token * 4 == shape.bytes_per_token
+    assert shape.of_rank(16).bytes_per_token * 16 == 2 * shape.bytes_per_token
+    parts = shape.stage_bytes(4, 16)
+    assert len(parts) == 4
+    assert (sum(parts), max(parts)) == (block, 3 * block // 10)
+    assert run(["--kv", "--shape", "10,8,128,2", "--ranks", "16", "--stages", "4"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "16 ranks: one table for all; of a block's 640 KiB each holds its heads' part in every layer, 80.0 KiB" in said
+    )
+    assert "each head 2 times" in said
+    assert "4 stages: one table for all; of a block's 640 KiB each holds its layers' part, at most 192 KiB" in said
+
+
 def test_shapes_of_other_families(tmp_path: Path) -> None:
     assert kv_shape(checkpoint(tmp_path, GPT)).bytes_per_token == 2 * 12 * 12 * 64 * 2
     assert kv_shape(checkpoint(tmp_path, MLA)).bytes_per_token == 32 * (512 + 64) * 2
@@ -176,6 +193,8 @@ def test_only_the_section_is_replaced(tmp_path: Path) -> None:
     [
         ([], "--slo with --trace"),
         (["--kv", "--shape", "1,2,3"], "four numbers"),
+        (["--kv", "--shape", "4,6,64,2", "--ranks", "4"], "6 KV heads are not divided among 4 ranks"),
+        (["--kv", "--shape", "4,6,64,2", "--stages", "5"], "4 layers make at most 4 stages, not 5"),
         (["--kv", "--tokens", "5000", "--max-len", "4096"], "more than --max-len"),
         (["--kv", "--model", "absent"], "no such directory"),
         (["--slo", "ttft_p95=1s", "--trace", "absent", "--cost", "unit"], "cannot be read"),

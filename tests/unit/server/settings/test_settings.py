@@ -233,7 +233,7 @@ def test_help_shows_every_setting_grouped(capsys: pytest.CaptureFixture[str], mo
         assert option_group(field) in GROUPS
         assert option_unit(field) in {"", "s", "tokens", "bytes"}
         assert field.description
-    assert len(text.splitlines()) < 192
+    assert len(text.splitlines()) < 194
 
 
 def test_every_flag_can_be_given_its_own_default(tmp_path: Path):
@@ -260,6 +260,7 @@ def test_engine_config_takes_every_engine_setting():
         "cpu_variant": "avx2",
         "attention": "triton",
         "quantization": "int4",
+        "tensor_parallel_size": 2,
         "ignore_config_keys": ("alpha", "beta"),
         "kv_cache_dtype": "int8",
         "deterministic": True,

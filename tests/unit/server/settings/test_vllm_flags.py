@@ -109,8 +109,9 @@ def test_a_script_for_vllm_starts_unchanged():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--tensor-parallel-size 2", "--tensor-parallel-size 2: only 1 is taken: one process computes"),
-        ("-tp 2", "--tensor-parallel-size 2: only 1"),
+        ("--tensor-parallel-size 0", "--tensor-parallel-size: "),
+        ("-tp 65", "--tensor-parallel-size: "),
+        ("-pp 2", "--pipeline-parallel-size 2: only 1 is taken: ranks of one machine compute a model"),
         ("-dp=4", "--data-parallel-size 4: only 1"),
         ("--enable-prompt-adapter", "--enable-prompt-adapter: refused: adapters"),
         ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill: refused: prompts are always"),
@@ -141,7 +142,7 @@ def test_what_would_change_something_is_refused_in_one_line(words: str, message:
 
 
 def test_all_refusals_come_at_once():
-    assert len(refusal("--enable-prompt-adapter", "-tp", "2", "--middleware", "a.b").splitlines()) == 3
+    assert len(refusal("--enable-prompt-adapter", "-pp", "2", "--middleware", "a.b").splitlines()) == 3
 
 
 @pytest.mark.parametrize(
@@ -206,7 +207,7 @@ def test_the_keys_of_an_object_are_settings_or_refused(tmp_path: Path):
     given = parse_flags(["--logging-config.log_level", "DEBUG", "--logging-config.formatter", "json"])
     assert (given.log_level, given.log_format) == ("debug", "json")
     assert parse_flags(["--log-level", "CRITICAL"]).log_level == "error"
-    message = refusal("--structured-outputs-config.disable_any_whitespace", "true", "-tp", "2")
+    message = refusal("--structured-outputs-config.disable_any_whitespace", "true", "-pp", "2")
     assert "--structured-outputs-config.disable_any_whitespace: refused: a schema" in message
     assert len(message.splitlines()) == 2
     assert "the keys reasoning_parser, " in refusal("--reasoning-config", "qwen3")
@@ -250,16 +251,17 @@ def test_our_own_flag_wins_over_its_other_name():
 def test_a_file_written_for_vllm(tmp_path: Path):
     file = tmp_path / "vllm.yaml"
     file.write_text(
-        "model: /m\nport: 12\ntensor-parallel-size: 1\ntrust-remote-code: true\nuvicorn-log-level: debug\n"
+        "model: /m\nport: 12\ntensor-parallel-size: 2\ntrust-remote-code: true\nuvicorn-log-level: debug\n"
         "hf-overrides: {}\nmax-model-len: -1\nshutdown_timeout: 3\n"
     )
     given = parse_command_line(["--config", str(file)])
     assert (given.settings.port, given.settings.log_level, given.settings.drain_timeout) == (12, "debug", 3.0)
+    assert given.settings.tensor_parallel_size == 2
     assert any(note.startswith("--trust-remote-code") for note in given.notes)
-    file.write_text("enable-prompt-adapter: true\ntensor_parallel_size: 2\n")
+    file.write_text("enable-prompt-adapter: true\npipeline_parallel_size: 2\n")
     message = refusal("--config", str(file))
     assert "enable-prompt-adapter: refused" in message
-    assert "tensor-parallel-size 2: only 1" in message
+    assert "pipeline-parallel-size 2: only 1" in message
 
 
 def test_the_help_has_every_flag_with_what_happens():
@@ -275,10 +277,10 @@ def test_help_vllm_is_printed(capsys: pytest.CaptureFixture[str]):
         with pytest.raises(SystemExit) as caught:
             parse_flags(words)
         assert caught.value.code == 0
-        assert "--tensor-parallel-size" in capsys.readouterr().out
+        assert "--pipeline-parallel-size" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         parse_flags(["--help"])
-    assert "--tensor-parallel-size" not in capsys.readouterr().out
+    assert "--pipeline-parallel-size" not in capsys.readouterr().out
 
 
 def test_variables_of_vllm_are_named(monkeypatch: pytest.MonkeyPatch):

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FallbackModel:
-    """See `build.FoundModel`."""
+    """See `models.found.FoundModel`."""
 
     facts: Facts
     asked: EngineConfig

@@ -1,0 +1,75 @@
+"""Several processes that compute one model: how each gets the columns that the others have computed.
+
+Every rank computes whole outputs, columns of each matrix and whole heads, and none adds partial sums. So the bits do
+not depend on the number of ranks. Must not know: the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class RankLost(RuntimeError):
+    """Another rank has ended or stopped, or has computed something else: this one cannot go on."""
+
+
+class Collective(Protocol):
+    """The exchange between the ranks of a model. All of them call the same functions in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def gather(self, data: Tensor, starts: Sequence[int]) -> None:
+        """Complete `data`, contiguous uint8 [T, B], of which this rank's columns starts[rank] .. starts[rank + 1] - 1
+        are there.
+
+        Raises RankLost.
+        """
+        ...
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Give all ranks the data of rank 0; the others give None, and wait for it however long. Raises RankLost."""
+        ...
+
+
+class TorchDistributed:
+    """See `Collective`: by a process group of torch.distributed, which may reach over hosts.
+
+    Slow on one machine, where it is the reference for the exchange through shared memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def gather(self, data: Tensor, starts: Sequence[int]) -> None:
+        widths = [end - start for start, end in pairwise(starts)]
+        # Gloo takes parts of one size only.
+        own = torch.zeros(len(data), max(widths), dtype=torch.uint8)
+        own[:, : widths[self.rank]] = data[:, starts[self.rank] : starts[self.rank + 1]]
+        parts = [torch.empty_like(own) for _ in widths]
+        try:
+            dist.all_gather(parts, own, group=self._group)
+        except RuntimeError as error:
+            raise RankLost(f"rank {self.rank} has lost another one: {error}") from error
+        for rank, part in enumerate(parts):
+            data[:, starts[rank] : starts[rank + 1]] = part[:, : widths[rank]]
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        size = torch.tensor([len(data or b"")])
+        try:
+            dist.broadcast(size, group=self._group, group_src=0)
+            told = torch.empty(int(size), dtype=torch.uint8)
+            if data:
+                told[:] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            dist.broadcast(told, group=self._group, group_src=0)
+        except RuntimeError as error:
+            raise RankLost(f"rank {self.rank} has lost another one: {error}") from error
+        return told.numpy().tobytes()
