@@ -77,7 +77,7 @@ def _sequence(prompt: Prompt) -> Sequence:
         sequence_id=0,
         choice=0,
         group=Group(request=request, arrival=0, added_step=0),
-        token_ids=list(prompt.blocks),
+        own_token_ids=list(prompt.blocks),
         num_prompt_tokens=len(prompt.blocks),
         kv=SequenceKV(tables=(PageTable(1),)),
     )

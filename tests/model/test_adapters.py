@@ -153,7 +153,7 @@ def test_alone_batched_chunked_cached_and_preempted_give_the_same_bits(computed:
     assert generate(few, requests) == wanted
     again = generate(few, [replace(each, request_id=f"again {each.request_id}") for each in requests])
     assert again == {(f"again {name}", choice): result for (name, choice), result in wanted.items()}
-    tight = generate(engine(computed, admission="prompt", **pool_of(computed, 12)), requests)
+    tight = generate(engine(computed, admission="prompt", **pool_of(computed, 10)), requests)
     assert tight == wanted
     assert max(result.num_preemptions for result in tight.values()) > 0
 

@@ -12,10 +12,11 @@ import torch
 
 from model.test_simulated_engine import LIMITS, asked, on_a_gpu, requests
 from quire_engine.batch import PENDING
-from quire_engine.build import BuiltEngine, _own_speculation, build
+from quire_engine.build import BuiltEngine, build
 from quire_engine.drafts import Draft, Drafter, Wish, most_drafted_rows
 from quire_engine.engine import Engine
 from quire_engine.errors import ConfigError
+from quire_engine.execution.drafting.choice import own_speculation
 from quire_engine.execution.drafting.row_costs import measured_rows
 from quire_engine.execution.gpu.graphs import Bucket
 from quire_engine.execution.gpu.runner import GpuRunner
@@ -175,14 +176,14 @@ def test_what_a_gpu_refuses_is_named():
     cuda = torch.device("cuda")
     plain = asked()
     for name in ("suffix", "outputs"):
-        config, line = _own_speculation(replace(plain, speculation=name), cuda, has_states=False)
+        config, line = own_speculation(replace(plain, speculation=name), cuda, has_states=False)
         assert (config.speculation, line) == (name, name)
-    config, line = _own_speculation(replace(plain, speculation="auto"), cuda, has_states=False)
+    config, line = own_speculation(replace(plain, speculation="auto"), cuda, has_states=False)
     assert config.speculation == "off"
     assert line == "off: on a GPU guesses are for who asks for them, as suffix or outputs"
     with pytest.raises(ConfigError, match=r"speculation=model:/x: a draft model is computed on a CPU only.*suffix"):
-        _own_speculation(replace(plain, speculation="model:/x"), cuda, has_states=False)
+        own_speculation(replace(plain, speculation="model:/x"), cuda, has_states=False)
     with pytest.raises(ConfigError, match=r"speculation=eagle:/x: EAGLE-3 heads are computed on a CPU only"):
-        _own_speculation(replace(plain, speculation="eagle:/x"), cuda, has_states=False)
+        own_speculation(replace(plain, speculation="eagle:/x"), cuda, has_states=False)
     with pytest.raises(ConfigError, match="recurrent state"):
-        _own_speculation(replace(plain, speculation="suffix"), cuda, has_states=True)
+        own_speculation(replace(plain, speculation="suffix"), cuda, has_states=True)

@@ -104,13 +104,14 @@ def test_every_format_that_a_set_has_is_checked(monkeypatch):
         {"new_kv", "kv_part", "rope_write", "attention"},
         {"embed", "pack_linear", "norm_linear", "norm_gate_up"},
     )
-    products |= {"linear_add", "logits", "norm_add", "mul_sigmoid"}
+    products |= {"linear_add", "logits", "norm_add", "mul_sigmoid", "pack_stored"}
     # Of a model without them in the first set and the quantised ones alone.
     experts = {"mix_experts", "given_experts", "gate_rows", "route"}
     found = chosen("auto", monkeypatch)
     assert found[("cpu", "bfloat16", "", "auto")] == pools | products | experts | {"greedy", "bind_layers"}
     for quantization in ("int8", "int4"):
-        assert found[("cpu", "bfloat16", quantization, "auto")] == products | experts | {"greedy", "bind_layers"}
+        own = products - {"pack_stored"}  # which stays as it is stored
+        assert found[("cpu", "bfloat16", quantization, "auto")] == own | experts | {"greedy", "bind_layers"}
     assert found[("cpu", "bfloat16", "", "int8")] == pools
     for kind in ("float16", "float32"):
         assert found[("reference", kind, "", "auto")] == pools | products
