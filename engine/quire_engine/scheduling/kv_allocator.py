@@ -378,8 +378,10 @@ class KVAllocator:
         own, other = table.block_ids[index], cache.block(content)
         if other is None or other == own:
             return False
-        if self._pool.refs(other) == 0 and self._pool.refs(own) > 1:
-            return False  # other choices hold its own too: a block would be taken and none be freed
+        if self._pool.refs(own) > 1:
+            # Other choices hold its own too, which is not freed then: with the other one the request would hold a block
+            # more than its footprint, as soon as nobody else holds that.
+            return False
         self._hold(other)
         table.replace(index, other)
         self._drop(own)
