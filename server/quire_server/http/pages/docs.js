@@ -109,7 +109,7 @@ const BEGINNINGS = {
 function example(schema) {
   const object = resolved(schema);
   const names = new Set(object.required ?? []);
-  for (const form of [["messages"], ["prompt"], ["input"], ["text_1", "text_2"]]) {
+  for (const form of [["messages"], ["prompt"], ["input"], ["text_1", "text_2"], ["model"]]) {
     if (!names.size && object.properties?.[form[0]]) form.forEach((name) => names.add(name)); // one of several forms
   }
   for (const name of ["n_predict", "max_output_tokens"]) if (object.properties?.[name]) names.add(name);
@@ -217,6 +217,8 @@ async function draw() {
   const reply = await call("openapi.json");
   if (!reply.ok) throw new Error(`openapi.json: ${reply.status}`);
   whole = await reply.json();
+  const models = await call("v1/models"); // while the model is loaded there are none to name
+  if (models.ok) BEGINNINGS.model = (await models.json()).data[0]?.id ?? BEGINNINGS.model;
   const groups = new Map();
   for (const [path, operations] of Object.entries(whole.paths)) {
     for (const [method, operation] of Object.entries(operations)) {
