@@ -379,8 +379,8 @@ class KVAllocator:
         if other is None or other == own:
             return False
         if self._pool.refs(own) > 1:
-            # Other choices hold its own too, which is not freed then: with the other one the request would hold a block
-            # more than its footprint, as soon as nobody else holds that.
+            # Other choices hold its own block too, which would not be freed: once no other request held the equal one,
+            # this request would hold a block more than its footprint.
             return False
         self._hold(other)
         table.replace(index, other)
