@@ -20,6 +20,7 @@ STRICT = ("-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Wmissing-declaration
 COMPILERS = [name for name in ("g++", "clang++") if shutil.which(name)]
 VALUES = {"void": None, "float": c_float, "double": c_double, "int32_t": c_int32, "int64_t": c_int64}
 VALUES["Epilogue"] = c_int32
+VALUES["GatherColumns"] = c_void_p  # a function
 
 
 def as_ctypes(declared: str) -> type | None:

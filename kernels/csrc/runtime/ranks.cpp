@@ -74,14 +74,14 @@ void copy_part(char* rows, int64_t row_bytes, int64_t width, int64_t from, int64
 }  // namespace
 
 struct RankMemory {
-  RankMemory(char* memory, int32_t rank, int32_t size, double patience)
+  RankMemory(char* memory, int32_t number, int32_t count, double patience)
       : header(reinterpret_cast<Header*>(memory)),
         places(memory + kHeaderBytes),
-        rank(rank),
-        size(size),
+        rank(number),
+        size(count),
         patience_ns(static_cast<int64_t>(patience * 1e9)) {
     std::fill(watched, watched + kMostRanks, -1);
-    header->flags[rank].pid.store(getpid(), std::memory_order_seq_cst);
+    header->flags[number].pid.store(getpid(), std::memory_order_seq_cst);
   }
   ~RankMemory() {
     for (int fd : watched) {

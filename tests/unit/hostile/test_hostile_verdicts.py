@@ -171,5 +171,6 @@ async def test_a_server_is_watched_and_a_held_event_loop_is_found() -> None:
             assert (await exchange("127.0.0.1", server.port, held)).status == 200
             await asyncio.sleep(0.2)
             seen = await watch.seen()
-    assert 0.25 < seen.stall < 0.6
-    assert 0.3 < seen.live < 0.8
+    # At least as long as it was held: a busy machine adds to what is seen and takes nothing from it.
+    assert seen.stall > 0.25
+    assert seen.live > 0.3
