@@ -10,14 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire_engine.build import build, resolve_plan
+from quire_engine.build import build, resolve, resolve_plan
 from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.checkpoint import open_checkpoint
 from quire_engine.execution.models.config import load_model_config
+from quire_engine.execution.models.fallback.interface import is_experts
 from quire_engine.execution.models.weights import take_text
 from quire_engine.memory_plan import plan_text
 from quire_kernels.cpu.ops import cpu_kernel_set
-from quire_kernels.kernel_set import KernelSet, LinearAdd, NormGateUp, NormLinear
+from quire_kernels.kernel_set import KernelSet, LinearAdd, MixExperts, NormGateUp, NormLinear
 from support.fallback_steps import FallbackSteps
 from support.limits import engine_config
 from support.model_steps import Model, random_ids
@@ -124,7 +125,7 @@ def test_a_server_answers_as_with_the_numbers_in_the_clear(quantization: str, tm
 
 @pytest.mark.parametrize(("name", "family"), [("gptq in activation order", "llama"), ("awq", "qwen3_moe")])
 def test_transformers_code_computes_the_numbers_in_the_clear(name: str, family: str, tmp_path: Path) -> None:
-    """Experts too, which are stacked once they are decoded; in bfloat16 what can stay as it is stored does."""
+    """Experts too; in bfloat16 what can stay as it is stored does."""
     ids, schedule = {0: random_ids(20, vocab_size=200)}, [[(0, 13)], [(0, 7)]]
     paths = make_quantised(tmp_path, FORMS[name], family)
     plain = [FallbackSteps(path, kernels="reference").run(ids, schedule)[0] for path in paths]
@@ -138,6 +139,31 @@ def test_transformers_code_computes_the_numbers_in_the_clear(name: str, family: 
     assert (found - plain[0]).norm() < 0.05 * plain[0].norm()
     plan = resolve_plan(engine_config(model=str(paths[0]), device="cpu", dtype="bfloat16", model_impl="transformers"))
     assert f"kept as {'AWQ' if kept else 'GPTQ'}, 4 bits" in plan_text(plan)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_of_transformers_code_stay_as_they_are_stored(family: str, tmp_path: Path) -> None:
+    """By the bits of our own layers over the same files; the plan counts them as kept."""
+    quantised, dense = make_quantised(tmp_path, FORMS["awq"], family)
+    native, kernels = on_cpu_kernels(quantised)
+    assert kernels.given_experts is not None
+    ours = [op.experts for op in native.decoder._weights.program if isinstance(op, MixExperts)]
+    steps = FallbackSteps(quantised, dtype="bfloat16", kernels="cpu")
+    modules = [each.__dict__["quire_experts"] for each in steps.model._model.modules() if is_experts(each)]
+    assert len(modules) == len(ours) > 0
+    x = torch.randn(5, steps.resolved.model.hidden_size, generator=torch.Generator().manual_seed(3)).bfloat16()
+    index = torch.tensor([[0, 1], [1, 2], [3, 0], [2, 3], [0, 3]])
+    weights = torch.rand(5, 2, generator=torch.Generator().manual_seed(4))
+    for module, theirs in zip(modules, ours, strict=True):
+        kept = module._experts
+        assert kept.gate_up.args.kind >= 3
+        assert kept.down.args.kind >= 3
+        assert torch.equal(module.compute(None, x, index, weights), kernels.given_experts(x, index, weights, theirs))
+    exact, counted = load_file(str(dense / "model.safetensors")), steps.resolved.parameters
+    numbers = sum(value.numel() for name, value in exact.items() if ".experts." in name)
+    assert numbers == counted.experts == sum(each.rows * each.columns for each in counted.stored_experts)
+    by_us = resolve(engine_config(model=str(quantised), device="cpu", model_impl="native")).parameters
+    assert (counted.experts, counted.num_experts, counted.top_k) == (by_us.experts, by_us.num_experts, by_us.top_k)
 
 
 def test_the_plan_counts_the_numbers_and_not_the_words(tmp_path: Path) -> None:

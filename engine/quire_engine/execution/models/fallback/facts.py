@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.fallback.interface import AttentionCall, attach, set_interfaces
 from quire_engine.execution.models.fallback.model_class import IMPLEMENTATION, ModelClass, in_steps
+from quire_engine.execution.models.fallback.products import fused_activation
 from quire_engine.execution.models.fallback.states import SequenceState, cache_parameter
 from quire_engine.execution.models.parameters import Parameters
 from quire_engine.execution.models.quantisation import Quantisation
@@ -87,6 +88,7 @@ class Facts:
     read: tuple[str, ...]  # linear modules whose weights others read: they stay plain
     idle: tuple[str, ...]  # modules that text does not pass, such as vision towers: they are not loaded
     parameters: Parameters
+    fused_experts: bool = False  # every module of experts is one op, over matrices as they multiply
     quantisation: Quantisation | None = None  # of the checkpoint's matrices
 
     @property
@@ -162,9 +164,20 @@ def learn_facts(made: ModelClass, dtype: torch.dtype) -> Facts:
         plain_head=logits is probe.head_output,
         read=tuple(sorted(probe.read)),
         idle=idle,
-        parameters=_parameters(model, idle),
+        parameters=_parameters(model, idle, probe.mixtures),
+        fused_experts=all(each.is_fused for each in probe.mixtures),
         quantisation=made.quantisation,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixture:
+    """One module of experts."""
+
+    numbers: int  # in the matrices of all
+    count: int
+    top_k: int  # of them that multiply a token
+    is_fused: bool  # all of it is one op of the kernels, over matrices as they multiply
 
 
 class _Probe(TorchFunctionMode):
@@ -180,6 +193,7 @@ class _Probe(TorchFunctionMode):
         self.attention: dict[str, AttentionFacts] = {}
         self.widths: dict[int, set[str]] = {}  # with the modules where they occur
         self.inner_widths: set[int] = set()
+        self.mixtures: list[_Mixture] = []
         self.called: dict[nn.Module, None] = {}  # in order
         self.outputs: dict[str, Tensor] = {}
         self._model = model
@@ -276,8 +290,11 @@ class _Probe(TorchFunctionMode):
 
     def experts(self, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """See `interface.Computes`. The gate is passed for the widths of its functions."""
-        del index, weights
+        del weights
         wide = module.gate_up_proj if module.has_gate else module.up_proj
+        is_fused = fused_activation(module) is not None and not module.is_transposed
+        numbers = wide.numel() + module.down_proj.numel()
+        self.mixtures.append(_Mixture(numbers, count=len(wide), top_k=index.shape[-1], is_fused=is_fused))
         inner = wide.shape[2] if module.is_transposed else wide.shape[1]
         self._inside += 1
         rows = hidden.new_empty(_ROWS, inner)
@@ -398,8 +415,8 @@ def _idle(model: Any, called: Collection[nn.Module]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _parameters(model: Any, idle: tuple[str, ...]) -> Parameters:
-    """The counts by use, for the plan."""
+def _parameters(model: Any, idle: tuple[str, ...], mixtures: Sequence[_Mixture]) -> Parameters:
+    """The counts by use, for the plan. Where layers choose among experts in several ways, all count for every token."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     table = embedding.weight.numel()
     tied = head is not None and head.weight is embedding.weight
@@ -414,4 +431,9 @@ def _parameters(model: Any, idle: tuple[str, ...]) -> Parameters:
         else:
             small += value.numel()
     size = table if head is None else head.weight.numel()
-    return Parameters(embedding=table, head=size, linear=linear, tail=0, small=small, tied=tied)
+    counted = Parameters(embedding=table, head=size, linear=linear, tail=0, small=small, tied=tied)
+    ways = {(each.count, each.top_k) for each in mixtures}
+    if len(ways) != 1:
+        return counted
+    ((count, top_k),) = ways
+    return replace(counted, experts=sum(each.numbers for each in mixtures), num_experts=count, top_k=top_k)

@@ -14,7 +14,7 @@ import torch
 from quire_engine.config import EngineConfig
 from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.execution.device import resolve_device
-from quire_engine.execution.models.checkpoint import StoredTensors, open_checkpoint
+from quire_engine.execution.models.checkpoint import StoredSize, StoredTensors, open_checkpoint
 from quire_engine.execution.models.dequantising import decode_quantised
 from quire_engine.execution.models.fallback.attention import PLAIN_HEAD_DIM, uses_kernels, with_plain_pool
 from quire_engine.execution.models.fallback.decoder import FallbackDecoder
@@ -58,9 +58,13 @@ class FallbackModel:
             return self.facts.parameters
         with open_checkpoint(path) as checkpoint:
             decode_quantised(checkpoint, form)
-            # Experts are stacked, which is done with their numbers.
-            stored = tuple(size for name, size in checkpoint.stored_sizes() if ".experts." not in name)
-        return replace(self.facts.parameters, stored=stored)
+            stored: list[StoredSize] = []
+            experts: list[StoredSize] = []
+            for name, size in checkpoint.stored_sizes():
+                (experts if ".experts." in name else stored).append(size)
+        # Experts that are computed one by one are stacked with their numbers.
+        kept = tuple(experts) if self.facts.fused_experts else ()
+        return replace(self.facts.parameters, stored=tuple(stored), stored_experts=kept)
 
     @property
     def _by_kernels(self) -> bool:

@@ -16,7 +16,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.pytorch_utils import Conv1D
 
 from quire_engine.errors import ModelLoadError
@@ -36,7 +43,7 @@ from quire_engine.execution.models.fallback.routers import FusedRouter, bias_nam
 from quire_engine.execution.models.matrix_parts import Part, WeightSource
 from quire_kernels.kernel_set import Activation, ExpertMatrices, KernelSet, LinearWeight, Routing, expert_rows
 from quire_kernels.packed_form import PackedForm
-from quire_kernels.stored import StoredMatrix
+from quire_kernels.stored import StoredMatrix, joined
 
 _MOST_INPUTS = 65536  # of a packed matrix
 _LINEAR = (nn.Linear, Conv1D)
@@ -84,14 +91,27 @@ class ConvertedCheckpoint:
         return part_of(name, lambda plain: self._held[plain] if plain in self._held else self._made(plain))
 
     def stored_matrix(self, name: str) -> StoredMatrix | None:
-        """A quantised matrix that the model has as the files have it; None: it is decoded."""
-        first = self._first.get(name)
-        if first is None or self._groups[first] is not None:
+        """A quantised matrix as the files have it, or several that the model has as one; None: it is decoded."""
+        first = self._first.get(_plain(name))
+        found = [] if first is None else [self._checkpoint.stored_matrix(each) for each in self._rows_of(first, name)]
+        matrices = [each for each in found if each is not None]
+        if first is None or not matrices or len(matrices) < len(found):
             return None
-        found = self._checkpoint.stored_matrix(self._sources[first][0][0])
-        if found is not None:
+        whole = joined(matrices)
+        if whole is not None:
             self._kept.add(first)
-        return found
+        return whole
+
+    def _rows_of(self, first: str, name: str) -> list[str]:
+        """The matrices of the files that lie below each other in one of the model's; empty: it is made otherwise."""
+        rule, sources, part = self._groups[first], self._sources[first], _PART.fullmatch(name)
+        if rule is None:
+            return [sources[0][0]] if name == _plain(name) else []
+        if part is None or part["index"] is None or part["transposed"] or not _stacks(rule):
+            return []
+        index = int(part["index"])
+        of_patterns = [[source for source, own in sources if own == pattern] for pattern in rule.source_patterns]
+        return [each[index] for each in of_patterns] if all(index < len(each) for each in of_patterns) else []
 
     def is_done(self, name: str) -> bool:
         return name in self._done
@@ -100,11 +120,14 @@ class ConvertedCheckpoint:
         """A tensor will not be asked for again; returns the bytes of the files that it was made of."""
         self._done.add(name)
         plain, found = _plain(name), _PART.fullmatch(name)
-        value = self._held.get(plain)
-        if value is None:
-            return self._group_done(self._first[plain]) if self._first.get(plain) in self._kept else 0
-        if found is not None and found["index"] is not None and int(found["index"]) + 1 < len(value):
+        value, is_kept = self._held.get(plain), self._first.get(plain) in self._kept
+        if value is None and not is_kept:
             return 0
+        count = len(self._shapes[plain] if value is None else value)
+        if found is not None and found["index"] is not None and int(found["index"]) + 1 < count:
+            return 0
+        if value is None:
+            return self._group_done(self._first[plain])
         del self._held[plain]
         first = self._first[plain]
         if any(self._first[other] == first for other in self._held):
@@ -214,6 +237,12 @@ def part_of(name: str, whole: Callable[[str], Tensor]) -> Tensor:
     if found is not None and found["index"] is not None:
         value = value[int(found["index"])]
     return value.T if found is not None and found["transposed"] else value
+
+
+def _stacks(rule: WeightConverter) -> bool:
+    """Whether a rule stacks experts, each of a matrix or of several, one below the other."""
+    kinds = [(type(each), getattr(each, "dim", None)) for each in rule.operations]
+    return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 
 
 def _plain(name: str) -> str:
