@@ -10,13 +10,15 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from quire_bench.arguments import parse_arguments
+from quire_bench.arguments import build_parser, parse_arguments
 from quire_bench.benchmark import run_benchmark
 from quire_bench.report import print_report
 from quire_bench.results import Results
 from quire_bench.servers import BenchError
 from quire_server.http.event_loop import loop_factory
 from quire_server.settings import SettingsError
+
+__all__ = ["build_parser", "run"]  # the interface of a command
 
 DONE, FAILED, BAD_USAGE = 0, 1, 2
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import UnionType
@@ -19,7 +20,16 @@ from pydantic_core import PydanticUndefined
 
 from quire_engine.config import EngineConfig
 from quire_engine.limits import LIMIT_NAMES
-from quire_server.settings import ENV_PREFIX, GROUPS, Settings, SettingsError, flag_name, load_settings, suggest
+from quire_server.settings import (
+    ENV_PREFIX,
+    GROUPS,
+    Settings,
+    SettingsError,
+    flag_name,
+    load_settings,
+    settings_and_problems,
+    suggest,
+)
 from quire_server.settings.keys import readable_by_others
 from quire_server.settings.sources import check_admin_keys, check_keys, environment_names
 from quire_server.settings.values import Kinds, plain_words, synonym_of
@@ -102,24 +112,16 @@ def parse_command_line(argv: Sequence[str], prog: str = SERVE) -> CommandLine:
     parser = build_parser(prog)
     known, rest = parser.parse_known_args(plain_words(argv, _kinds()))
     flags, notes = translate(vars(known))
-    unknown = [word.split("=")[0] for word in rest]
-    if unknown:
-        raise SettingsError(
-            *(
-                f"unknown flag {word}{suggest(word, [*_FIELDS, *names_of_vllm()])}"
-                if word.startswith("-")
-                else f"unexpected argument {word!r}"
-                for word in unknown
-            )
-        )
+    if unknown := _unknown(rest):
+        raise SettingsError(*unknown)
     positional = flags.pop("positional_model", None)
     if positional is not None:
         if "model" in flags:
-            raise SettingsError("the model is given twice: as an argument and with --model; keep one")
+            raise SettingsError(_TWO_MODELS)
         flags["model"] = positional
-    if "api_key" not in flags and "api_key_file" not in flags:
+    if not _KEYS & set(flags):
         check_keys()
-    if "admin_api_key" not in flags and "admin_api_key_file" not in flags:
+    if not _ADMIN_KEYS & set(flags):
         check_admin_keys()
     settings = load_settings(flags)
     _check_program(prog, flags, settings)
@@ -127,6 +129,81 @@ def parse_command_line(argv: Sequence[str], prog: str = SERVE) -> CommandLine:
         notes += read_settings_file(settings.config, Settings.model_fields)[1]
     warnings = [*variable_warnings(environment_names()), *_secret_warnings(flags, settings)]
     return CommandLine(settings=settings, notes=tuple(notes), warnings=tuple(warnings))
+
+
+def _unknown(words: Sequence[str]) -> list[str]:
+    """A line for each word that no flag has taken."""
+    return [
+        f"unknown flag {word}{suggest(word, [*_FIELDS, *names_of_vllm()])}"
+        if word.startswith("-")
+        else f"unexpected argument {word!r}"
+        for word in (each.split("=")[0] for each in words)
+    ]
+
+
+def check_command_line(argv: Sequence[str], prog: str = SERVE) -> tuple[CommandLine | None, list[str]]:
+    """As `parse_command_line`, with a line for every problem, where that one ends at the first kind.
+
+    A flag with a value that cannot be read is left out for what follows.
+    """
+    try:
+        return parse_command_line(argv, prog), []
+    except SettingsError:
+        pass
+    problems: list[str] = []
+    with _kept(problems):
+        words = plain_words(argv, _kinds())
+        known, rest = _readable(words, prog, problems)
+        flags = {name: value for name, value in vars(known).items() if name in _FIELDS or name == "positional_model"}
+        with _kept(problems):
+            flags = translate(vars(known))[0]
+        problems += _unknown(rest)
+        model = flags.pop("positional_model", None)
+        if model is not None and "model" in flags:
+            problems.append(_TWO_MODELS)
+        for check, names in ((check_keys, _KEYS), (check_admin_keys, _ADMIN_KEYS)):
+            if not names & set(flags):
+                with _kept(problems):
+                    check()
+        settings, more = settings_and_problems(flags if model is None else {"model": model, **flags})
+        problems += more
+        if settings is not None:
+            with _kept(problems):
+                _check_program(prog, flags, settings)
+    return None, list(dict.fromkeys(problems))
+
+
+_KEYS, _ADMIN_KEYS = {"api_key", "api_key_file"}, {"admin_api_key", "admin_api_key_file"}
+_TWO_MODELS = "the model is given twice: as an argument and with --model; keep one"
+
+
+@contextmanager
+def _kept(problems: list[str]) -> Iterator[None]:
+    """Keep the lines of a SettingsError and go on."""
+    try:
+        yield
+    except SettingsError as error:
+        problems += error.lines
+
+
+def _readable(words: Sequence[str], prog: str, problems: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The flags whose values can be read and the words that are no flags; of each other flag a line in `problems`."""
+    left = list(words)
+    while True:
+        parser = build_parser(prog)
+        parser.exit_on_error = False
+        try:
+            return parser.parse_known_args(left)
+        except argparse.ArgumentError as error:
+            problems.append(str(error))
+            names = (error.argument_name or "").split("/")
+            first = next((i for i, word in enumerate(left) if word.split("=")[0] in names), None)
+            if first is None:  # the model, which is no flag: without it nothing can be told apart
+                return argparse.Namespace(), []
+            last = first + 1
+            while last < len(left) and not left[last].startswith("-"):
+                last += 1
+            del left[first:last]
 
 
 def _check_program(prog: str, given: Collection[str], settings: Settings) -> None:

@@ -22,11 +22,7 @@ _VARIANT = "instruction set, as `quire serve --cpu-variant` takes it; default: t
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Build for this machine, or with --prebuilt for all variants; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="quire build-kernels", description=_TEXT)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--prebuilt", action="store_true", help=_PREBUILT)
-    which.add_argument("--cpu-variant", metavar="NAME", help=_VARIANT)
-    arguments = parser.parse_args(argv)
+    arguments = build_parser().parse_args(argv)
     try:
         if arguments.prebuilt:
             for variant in compilable_variants():
@@ -41,6 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"quire build-kernels: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = argparse.ArgumentParser(prog="quire build-kernels", description=_TEXT)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--prebuilt", action="store_true", help=_PREBUILT)
+    which.add_argument("--cpu-variant", metavar="NAME", help=_VARIANT)
+    return parser
 
 
 if __name__ == "__main__":

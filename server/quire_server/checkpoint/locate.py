@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
-from quire_engine.config import draft_model, eagle_head
+from quire_engine.config import ModelImplementation, draft_model, eagle_head
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ModelLoadError
 from quire_server.checkpoint.gguf_folder import gguf_of, is_gguf, short_name, unfolded
@@ -58,6 +58,32 @@ def localized(settings: Settings) -> Settings:
     return settings.model_copy(update=changed) if changed else settings
 
 
+def check_location(name: str, model_impl: ModelImplementation, setting: str = "--model") -> str | None:
+    """Look at a model's name without a download; a line for a name that only a hub can tell more of.
+
+    Raises ModelLoadError for a name that cannot be a model's, and for a directory whose files cannot be served.
+    """
+    name = _PAGE.sub("", name)
+    path = Path(name).expanduser()
+    if is_gguf(path) and path.is_file():
+        return None
+    if path.is_dir():
+        if setting == "--model" and gguf_of(path) is None:
+            check_checkpoint(path, model_impl)
+        return None
+    check_name(name, path)
+    if _HUB_FILE.fullmatch(name) or _HUB_ID.fullmatch(name):
+        return f"{setting} {name} is a name on the Hugging Face Hub, which was not asked"
+    raise _no_model(setting, name)
+
+
+def _no_model(setting: str, name: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"{setting} {name}: there is no such directory, and it is no name on the Hugging Face Hub, such as"
+        " Qwen/Qwen3-0.6B, or of a GGUF file there, such as Qwen/Qwen3-0.6B-GGUF:Q8_0"
+    )
+
+
 def _own_name(name: str) -> str:
     """The name under which a model is served: a repository's, or that of the file or the directory."""
     path = Path(name).expanduser()
@@ -90,10 +116,7 @@ def checkpoint_directory(
         return unfolded(file, tokenizer=tokenizer)
     check_name(name, path)
     if not _HUB_ID.fullmatch(name):
-        raise ModelLoadError(
-            f"{setting} {name}: there is no such directory, and it is no name on the Hugging Face Hub, such as"
-            " Qwen/Qwen3-0.6B, or of a GGUF file there, such as Qwen/Qwen3-0.6B-GGUF:Q8_0"
-        )
+        raise _no_model(setting, name)
     return _hub().snapshot(name, revision=revision, cache=download_dir, weights=weights)
 
 

@@ -5,6 +5,7 @@ Promises: the exit code of the compiling process: 0, or 1 after the compiler's e
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 from collections.abc import Sequence
 
@@ -14,3 +15,11 @@ from quire_engine.own_modules import module_command
 def run(argv: Sequence[str]) -> int:
     """Do it in a process of its own: this half never loads kernels."""
     return subprocess.run(module_command("quire_kernels.cpu.build", *argv), check=False).returncode
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags that the other process has, which a test holds against these: this one only hands them on."""
+    parser = argparse.ArgumentParser(prog="quire build-kernels")
+    parser.add_argument("--prebuilt", action="store_true", help="for every instruction set, into the installed package")
+    parser.add_argument("--cpu-variant", metavar="NAME", help="for this instruction set alone")
+    return parser

@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
     """Measure, print and write; the process's exit code."""
     words = list(argv)
     split = words.index("--") if "--" in words else len(words)
-    given = _parser().parse_args(words[:split])
+    given = build_parser().parse_args(words[:split])
     if not given.out.absolute().parent.is_dir():
         return complain("calibrate", f"{given.out} cannot be written: there is no such directory", BAD_USAGE)
     try:
@@ -69,7 +69,8 @@ def run(argv: Sequence[str]) -> int:
     return DONE
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The command\'s own flags."""
     parser = Parser(
         prog="quire calibrate",
         usage="quire calibrate [flags] [-- flags of quire serve]",

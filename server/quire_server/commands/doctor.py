@@ -45,7 +45,7 @@ _STEPS = 256  # the most in one answer
 
 def run(argv: Sequence[str]) -> int:
     """Scrape, diagnose and print; returns the exit code."""
-    given = _parser().parse_args(argv)
+    given = build_parser().parse_args(argv)
     try:
         slo = parse_slo(given.slo)
         cost = read_cost(given.cost)[0] if given.cost else None
@@ -64,7 +64,8 @@ def run(argv: Sequence[str]) -> int:
     return DONE if found.ok and not found.causes else FAILED
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The command\'s own flags."""
     parser = Parser(
         prog="quire doctor",
         description="Read a running server's metrics for a while, hold them against objectives, and name the cause"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Protocol, cast
 
 from quire_server.flags import ENGINE, CommandLine, parse_command_line
+from quire_server.flags import build_parser as parser_of
 from quire_server.settings import SettingsError
 
 BAD_USAGE = 2
@@ -30,3 +32,8 @@ def run(argv: Sequence[str]) -> int:
             print(f"{ENGINE}: {line}", file=sys.stderr)
         return BAD_USAGE
     return cast(Running, import_module("quire_server.node_launch")).run(given)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's own flags."""
+    return parser_of(ENGINE)

@@ -37,7 +37,7 @@ MEANING = (
 
 def run(argv: Sequence[str]) -> int:
     """Measure and print; the process's exit code."""
-    given = _parser().parse_args(argv)
+    given = build_parser().parse_args(argv)
     if given.json is not None and not given.json.absolute().parent.is_dir():
         return complain("eval-quant", f"{given.json} cannot be written: there is no such directory", BAD_USAGE)
     variants = [{"quantization": name, "kv_cache_dtype": given.kv_cache_dtype} for name in given.quantization]
@@ -55,7 +55,8 @@ def run(argv: Sequence[str]) -> int:
     return DONE
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The command\'s own flags."""
     parser = Parser(
         prog="quire eval-quant",
         description="Compare a model with itself in bf16 on a fixed set of prompts. `quire serve` shows the result.",

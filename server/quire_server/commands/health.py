@@ -36,13 +36,7 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 def run(argv: Sequence[str]) -> int:
     """0 if every server that was found is ready."""
-    parser = argparse.ArgumentParser(prog="quire health", description="Ask a server whether it takes requests.")
-    parser.add_argument("--url", help="of the server; default: every server that runs here, found in /proc")
-    parser.add_argument("--node", metavar="HOST:PORT", help="ask a node, `quire engine`, instead of a server")
-    for name, what in _OF_LINKS.items():
-        parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=f"with --node: {what}")
-    parser.add_argument("--timeout", type=float, default=4.0, help="seconds to wait for each answer [4]")
-    asked = parser.parse_args(argv)
+    asked = build_parser().parse_args(argv)
     if asked.node:
         return _node(asked)
     addresses = [asked.url] if asked.url else sorted(listening())
@@ -54,6 +48,17 @@ def run(argv: Sequence[str]) -> int:
     for address, trouble in zip(addresses, found, strict=True):
         print(f"quire health: {address}: {trouble or 'ready'}", file=sys.stderr if trouble else sys.stdout)
     return 1 if any(found) else 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's own flags."""
+    parser = argparse.ArgumentParser(prog="quire health", description="Ask a server whether it takes requests.")
+    parser.add_argument("--url", help="of the server; default: every server that runs here, found in /proc")
+    parser.add_argument("--node", metavar="HOST:PORT", help="ask a node, `quire engine`, instead of a server")
+    for name, what in _OF_LINKS.items():
+        parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=f"with --node: {what}")
+    parser.add_argument("--timeout", type=float, default=4.0, help="seconds to wait for each answer [4]")
+    return parser
 
 
 def _node(asked: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ that cannot work. Must not know: torch.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,7 +18,8 @@ from quire_server.checkpoint.locate import localized
 from quire_server.commands.showing.loading import has_terminal, shown
 from quire_server.commands.showing.terminal import BAD_USAGE, DONE, FAILED, complain
 from quire_server.engine.json_child import replies
-from quire_server.flags import parse_flags
+from quire_server.flags import SERVE, parse_flags
+from quire_server.flags import build_parser as parser_of
 from quire_server.settings import SettingsError
 
 
@@ -51,3 +53,8 @@ def run(argv: Sequence[str]) -> int:
         return complain("pack", str(error), FAILED)
     print(reply.file)
     return DONE
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of `quire serve`, which this command takes."""
+    return parser_of(SERVE)

@@ -45,7 +45,7 @@ examples:
 
 def run(argv: Sequence[str]) -> int:
     """Plan and print; the process's exit code."""
-    given = _parser().parse_args(argv)
+    given = build_parser().parse_args(argv)
     console = wide_console()
     try:
         if given.kv:
@@ -64,7 +64,8 @@ def run(argv: Sequence[str]) -> int:
         return complain("plan", str(error), BAD_USAGE)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The command\'s own flags."""
     parser = Parser(
         prog="quire plan",
         description="Plan a server before it runs: the memory of its KV cache, or the settings for a load.",

@@ -36,7 +36,7 @@ _MOST_SHOWN = 600  # characters of each side of a difference
 
 def run(argv: Sequence[str]) -> int:
     """Replay and print; the process's exit code."""
-    given = _parser().parse_args(argv)
+    given = build_parser().parse_args(argv)
     console = wide_console()
     try:
         recording = read_log(given.log)
@@ -50,7 +50,8 @@ def run(argv: Sequence[str]) -> int:
         return complain("replay", str(error), BAD_USAGE)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The command\'s own flags."""
     parser = Parser(
         prog="quire replay",
         description="Make the recorded calls again on a scheduler of the recorded configuration and compare all plans."

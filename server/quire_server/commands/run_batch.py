@@ -30,7 +30,7 @@ class Running(Protocol):
 
 def run(argv: Sequence[str]) -> int:
     """Answer all lines; the process's exit code."""
-    given, rest = _parser().parse_known_args(argv)
+    given, rest = build_parser().parse_known_args(argv)
     if not given.input_file.is_file():
         return complain(NAME, f"--input-file {given.input_file}: there is no such file", BAD_USAGE)
     if not given.output_file.absolute().parent.is_dir():
@@ -43,7 +43,8 @@ def run(argv: Sequence[str]) -> int:
     return running.run(line, given.input_file, given.output_file)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The command\'s own flags."""
     parser = Parser(
         prog=f"quire {NAME}",
         description="Answer a file of requests, one a line, as /v1/batches does, without a server. All further flags"

@@ -61,7 +61,7 @@ T = TypeVar("T", int, float)
 
 def run(argv: Sequence[str]) -> int:
     """Simulate and print; the process's exit code."""
-    given = _parser().parse_args(argv)
+    given = build_parser().parse_args(argv)
     console = wide_console()
     gc.set_threshold(_GARBAGE_EVERY)
     try:
@@ -70,7 +70,8 @@ def run(argv: Sequence[str]) -> int:
         return complain("simulate", str(error), BAD_USAGE)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The command\'s own flags."""
     parser = Parser(
         prog="quire simulate",
         description="Run a load through the scheduler that serves, without a machine: what would happen if.",

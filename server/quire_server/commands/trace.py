@@ -82,7 +82,7 @@ class Source:
 
 def run(argv: Sequence[str]) -> int:
     """Print the log; the process's exit code."""
-    given = _parser().parse_args(argv)
+    given = build_parser().parse_args(argv)
     addresses = [given.url] if given.url else sorted(listening())
     if len(addresses) != 1:
         found = f"several servers listen here: {', '.join(addresses)}" if addresses else "no server listens here"
@@ -233,7 +233,8 @@ def _name(request_id: str, choice: int = 0) -> str:
     return request_id[:_SHOWN] + (f"/{choice}" if choice else "")
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The command\'s own flags."""
     parser = argparse.ArgumentParser(
         prog="quire trace", description="Tell what a running server's scheduler does in each step, and why."
     )

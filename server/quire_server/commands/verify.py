@@ -75,7 +75,7 @@ class Report(msgspec.Struct):
 
 def run(argv: Sequence[str]) -> int:
     """Check, print the report and return the process's exit code."""
-    given = _parser().parse_args(argv)
+    given = build_parser().parse_args(argv)
     if given.json is not None and not given.json.absolute().parent.is_dir():
         return complain("verify", f"{given.json} cannot be written: there is no such directory", BAD_USAGE)
     try:
@@ -96,7 +96,8 @@ def run(argv: Sequence[str]) -> int:
     return DONE if report.ok else FAILED
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The command\'s own flags."""
     parser = Parser(
         prog="quire verify",
         description="Check every operation of the kernels that would serve against the reference on this machine, in"

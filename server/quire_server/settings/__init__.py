@@ -4,7 +4,7 @@ Promises: this module exports all that other folders need. Must not know: torch,
 """
 
 from quire_server.settings.engine_fields import DEMO_MODEL
-from quire_server.settings.fields import GROUPS, Settings, load_settings
+from quire_server.settings.fields import GROUPS, Settings, load_settings, settings_and_problems
 from quire_server.settings.limits import REMOVED, ServerLimits, removed_line
 from quire_server.settings.sources import ENV_PREFIX, SettingsError, flag_name, suggest
 
@@ -19,5 +19,6 @@ __all__ = [
     "flag_name",
     "load_settings",
     "removed_line",
+    "settings_and_problems",
     "suggest",
 ]

@@ -6,7 +6,7 @@ torch, HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
@@ -65,43 +65,51 @@ class Settings(ServerFields, EngineFields, BaseSettings):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
+        if problems := list(self._wrong_combinations()):
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _wrong_combinations(self) -> Iterator[str]:
         try:
             self.limits.check()
         except ConfigError as error:
-            raise ValueError(with_flags(str(error))) from None
-        if self.chat_template is not None and not self.chat_template.is_file():
-            raise ValueError(f"there is no chat template at {self.chat_template}; set --chat-template to a Jinja file")
-        for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
-            file = getattr(self, name)
-            if file is not None and not file.is_file():
-                raise ValueError(f"{flag_name(name)} {file}: there is no such file")
-        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
-            raise ValueError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile, else nothing is encrypted")
-        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
-            raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs: whose certificates of clients are good")
+            yield with_flags(str(error))
+        yield from self._wrong_files()
         if self.engines and self.replicas > 1:
-            raise ValueError(
-                "--engines and --replicas exclude each other: with nodes this server has no engine of its own"
-            )
+            yield "--engines and --replicas exclude each other: with nodes this server has no engine of its own"
         if self.lora_modules and not self.enable_lora:
-            raise ValueError("--lora-modules needs --enable-lora")
+            yield "--lora-modules needs --enable-lora"
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
-            raise ValueError(
+            yield (
                 f"--max-cpu-loras {self.max_cpu_loras} is less than the {self.max_loras} adapters that --max-loras lets"
                 f" run at once; set --max-cpu-loras to {self.max_loras} or more"
             )
         names = [*self.model_names, *(each.name for each in self.lora_modules)]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"the name {twice!r} stands for several models or adapters; change --lora-modules")
+            yield f"the name {twice!r} stands for several models or adapters; change --lora-modules"
         if self.enable_fault_injection and self.uds is None and not is_loopback(self.host):
-            raise ValueError(
+            yield (
                 f"--enable-fault-injection lets clients break the server, and --host {self.host} lets other machines"
                 " in; set --host 127.0.0.1"
             )
         if self.role != "both" and self.kv_listen is None and self.listen is not None:
-            raise ValueError(f"--role {self.role} passes KV blocks on; set --kv-listen HOST:PORT too")
-        _ = self.first_keys  # reads and checks the files
-        return self
+            yield f"--role {self.role} passes KV blocks on; set --kv-listen HOST:PORT too"
+
+    def _wrong_files(self) -> Iterator[str]:
+        if self.chat_template is not None and not self.chat_template.is_file():
+            yield f"there is no chat template at {self.chat_template}; set --chat-template to a Jinja file"
+        for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+            file = getattr(self, name)
+            if file is not None and not file.is_file():
+                yield f"{flag_name(name)} {file}: there is no such file"
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            yield "--ssl-keyfile and --ssl-ca-certs need --ssl-certfile, else nothing is encrypted"
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            yield "--ssl-cert-reqs needs --ssl-ca-certs: whose certificates of clients are good"
+        try:
+            _ = self.first_keys  # reads and checks the files
+        except (SettingsError, ValueError) as error:
+            yield from str(error).split("\n")
 
     @property
     def key_sources(self) -> KeySources:
@@ -208,4 +216,27 @@ def load_settings(flags: Mapping[str, object]) -> Settings:
     try:
         return Settings(**values)
     except ValidationError as error:
-        raise SettingsError(*(explain(problem, flags) for problem in error.errors())) from None
+        explained = (explain(problem, flags) for problem in error.errors())
+        raise SettingsError(*(line for text in explained for line in text.split("\n"))) from None
+
+
+def settings_and_problems(flags: Mapping[str, object]) -> tuple[Settings | None, list[str]]:
+    """The settings, as `load_settings` gives them, or None and the problems of all sources, a line each."""
+    problems: list[str] = []
+    try:
+        check_environment(Settings.model_fields)
+    except SettingsError as error:
+        problems += error.lines
+    each: tuple[dict[str, Any], ...] = (dict(flags), {**flags, "config": None})
+    for values in each:  # without a file that cannot be used the others are checked
+        try:
+            settings = Settings(**values)
+        except ValidationError as error:
+            for problem in error.errors():
+                problems += explain(problem, flags).split("\n")
+            return None, problems
+        except SettingsError as error:
+            problems += error.lines
+        else:
+            return (None if problems else settings), problems
+    return None, list(dict.fromkeys(problems))

@@ -1,0 +1,91 @@
+"""`quire config check`: reads flags, environment and files as a server would, and says what is wrong with them.
+
+Promises: every problem that can be told without a model or a socket, a line each, by the name of its setting; nothing
+is started, downloaded or written. The exit code is 0 where nothing is wrong, else 2.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Sequence
+
+from quire_engine.errors import QuireError
+from quire_engine.link_security import link_security
+from quire_server.checkpoint.locate import check_location
+from quire_server.commands.showing.terminal import BAD_USAGE, DONE, Parser, complain
+from quire_server.engine.nodes.addresses import parse_sources
+from quire_server.flags import ENGINE, SERVE, check_command_line
+from quire_server.http.tls import tls_context
+from quire_server.logs.output import check_tracing
+from quire_server.settings import DEMO_MODEL, Settings
+
+_NAME = "config check"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Check a server's settings, or with --node a node's; the process's exit code."""
+    asked, rest = build_parser().parse_known_args(argv)
+    given, problems = check_command_line(rest, ENGINE if asked.node else SERVE)
+    notes: list[str] = []
+    if given is not None:
+        problems = [*_problems(given.settings, notes)]
+        for line in given.warnings:
+            print(f"quire {_NAME}: warning: {line}", file=sys.stderr)
+        notes = [*given.notes, *notes]
+    for line in notes:
+        print(f"note: {line}")
+    if problems:
+        return complain(_NAME, "\n".join(problems), BAD_USAGE)
+    print("no problem was found; `quire serve --dry-run` with the same settings holds them against model and memory")
+    return DONE
+
+
+def build_parser() -> ArgumentParser:
+    """The command's own flags."""
+    parser = Parser(
+        prog="quire config",
+        description="Read the settings of a server as `quire serve` would, from flags, environment and --config file,"
+        " and say every problem without starting it. All further flags are those of `quire serve`.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("action", choices=("check",))
+    parser.add_argument(
+        "--node", action="store_true", help="the settings of a node: the flags are those of quire engine"
+    )
+    return parser
+
+
+def _problems(settings: Settings, notes: list[str]) -> Iterator[str]:
+    """The problems that only a start would tell; `notes` get the names that could not be looked at."""
+
+    def links() -> None:
+        link_security(
+            key_file=settings.cluster_key_file,
+            cert=settings.engine_tls_cert,
+            key=settings.engine_tls_key,
+            ca=settings.engine_tls_ca,
+        )
+        if settings.engines:
+            parse_sources(settings.engines)
+
+    def model() -> None:
+        named = [("--model", settings.model)] if settings.model != DEMO_MODEL and not settings.engines else []
+        named += [("--tokenizer", settings.tokenizer)] if settings.tokenizer is not None else []
+        for setting, name in named:
+            note = check_location(name, settings.model_impl, setting)
+            notes.extend([note] if note else [])
+
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: tls_context(settings),
+        lambda: check_tracing(settings.otlp_traces_endpoint),
+        links,
+        model,
+    )
+    for check in checks:
+        try:
+            check()
+        except QuireError as error:
+            yield str(error)
+        except OSError as error:
+            yield f"{error.filename or 'a file'}: {error.strerror}"
