@@ -385,6 +385,10 @@ class Engine:
         result = self._executor.collect()
         finished = self._clock()
         outputs = self._scheduler.apply_columns(batch, result, finished).behind_others(before)
+        if result.non_finite:
+            wrong = self._scheduler.take_wrong_host_blocks()
+            if wrong:
+                self._executor.forget_host_blocks(wrong)
         self._step_id = batch.step_id
         self._num_padding_rows += result.num_padding_rows
         return outputs, finished - started

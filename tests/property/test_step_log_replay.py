@@ -44,7 +44,8 @@ class Traffic:
 
     def __init__(self, seed: int, *, num_steps: int = 60) -> None:
         self.dice = random.Random(seed)
-        self.holding = random.Random(seed + 1_000_000)  # of its own, so that what else happens stays as it was drawn
+        # Each of its own, so that what else happens stays as it was drawn.
+        self.holding, self.spoiling = random.Random(seed + 1_000_000), random.Random(seed + 2_000_000)
         self.time = 100.0
         config = self.config = self.draw_config()
         guesses = partial(Speculation, Guesses(random.Random(seed)), most=4) if self.speculates else None
@@ -115,6 +116,8 @@ class Traffic:
             self.executor.errors[dice.choice(sorted(self.scheduler._roster.sequences))] = "out of luck"
         if self.scheduler._roster.sequences and dice.random() < 0.05:
             self.executor.starved.add(dice.choice(sorted(self.scheduler._roster.sequences)))
+        if self.scheduler._roster.sequences and self.spoiling.random() < 0.05:
+            self.executor.non_finite.add(self.spoiling.choice(sorted(self.scheduler._roster.sequences)))
         if self.scheduler._roster.live and dice.random() < 0.02:
             self.scheduler.fail(dice.choice(sorted(self.scheduler._roster.live)), "the operator's doing")
 
@@ -273,6 +276,7 @@ def test_the_runs_see_what_makes_plans_differ() -> None:
     wanted = {"submit", "abort", "end", "elder", "enters", "waits kv", "waits slots", "waits budget"}
     wanted |= {"preempted blocks", "cached", "copies", "ends stop", "ends length", "ends error"}
     wanted |= {"fail", "expire", "shared", "swaps", "beams", "beams part", "failed slice", "failed memory"}
+    wanted |= {"failed values"}
     wanted |= {"waits prefix", "preempted class", "preempted elder", "hold", "release"}
     assert wanted <= seen
 

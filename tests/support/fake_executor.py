@@ -220,8 +220,12 @@ class FakeExecutor:
         # What an earlier run made of it may be void; a beam may have been given another one's past.
         del chain[1 if item.sampling.num_logprobs is not None else item.start + 1 :]
         for position in range(len(chain) - 1, item.end):
-            inside = position >= item.start
-            chain.append(extend(chain[-1], item.token_ids[position - item.start] if inside else _at(item, position)))
+            if item.start > position >= item.num_prompt_tokens and not item.output_token_ids:
+                # The batch does not tell this token, and a later run has computed less than the one whose blocks are
+                # found again. What follows from them shows whether they were right.
+                chain.append(self._slots[self._slots_of(item, position)[0]])
+            else:
+                chain.append(extend(chain[-1], _at(item, position)))
         return chain
 
     def _slots_of(self, item: ScheduledSequence, position: int) -> list[tuple[int, int]]:

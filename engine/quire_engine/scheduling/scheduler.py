@@ -76,6 +76,7 @@ class Scheduler:
             planner=self._planner,
             log=self._log,
             speculation=self._speculation,
+            swapping=self._swapping,
         )
         self._inspection = Inspection(
             config, self._kv, self._roster, self._log, len(host_keys), check=self.check_invariants
@@ -199,6 +200,10 @@ class Scheduler:
             self._log.reset()
         num_blocks, host_blocks = self._kv.forget_cached()
         return Dropped(num_blocks=num_blocks, host_blocks=host_blocks)
+
+    def take_wrong_host_blocks(self) -> tuple[int, ...]:
+        """Host blocks that results with non-finite values have emptied since the last call, for who keeps them."""
+        return () if self._swapping is None else self._swapping.take_wrong()
 
     def answer(self, question: str, arguments: Arguments) -> object:
         """A plain value that describes this moment; `Inspection` has the questions. Raises Unanswerable."""

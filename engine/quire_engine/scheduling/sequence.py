@@ -348,9 +348,17 @@ class Group:
 
     def preempt(self) -> None:
         """Wait again, with everything computed lost; the caller frees the blocks."""
-        self.num_computed_before = max(self.num_computed_before, *(s.kv.num_computed for s in self.sequences))
-        self._stop(prompt_shared=len(self.sequences) == 1)
+        self._stop()
         self.forget_pending()
+        self._lose(s.kv.num_computed for s in self.sequences)
+
+    def lose_swapped(self) -> None:
+        """Wait for a swap no longer, but for everything to be computed again; the caller drops the blocks."""
+        self._lose(s.kv.swapped.num_tokens for s in self.sequences if s.kv.swapped is not None)
+
+    def _lose(self, num_computed: Iterable[int]) -> None:
+        self.num_computed_before = max(self.num_computed_before, *num_computed)
+        self.prompt_shared = len(self.sequences) == 1
         self.prompt_logprobs.clear()
         if self.pooled is not None:
             self.pooled.clear()
@@ -362,11 +370,12 @@ class Group:
 
     def preempt_swapped(self, *, prompt_shared: bool) -> None:
         """Wait again, with the computed blocks swapped out of the pool."""
-        self._stop(prompt_shared=prompt_shared)
+        self._stop()
+        self.prompt_shared = prompt_shared
 
-    def _stop(self, *, prompt_shared: bool) -> None:
+    def _stop(self) -> None:
         require(self.state == "running", f"a group that is {self.state} is preempted")
-        self.state, self.computing, self.prompt_shared = "preempted", [], prompt_shared
+        self.state, self.computing = "preempted", []
         if self.beams is not None:
             self.beams.forget_step()
         self.num_preemptions += 1

@@ -20,6 +20,7 @@ from quire_engine.scheduling.planner import Planner
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.speculation import Speculation
+from quire_engine.scheduling.swapping import Swapping
 from quire_engine.token_columns import Outputs
 from quire_engine.types import NON_FINITE, FinishReason, TokenOutput
 
@@ -38,8 +39,9 @@ class StepResults:
         planner: Planner,
         log: StepLog | None,
         speculation: Speculation | None,
+        swapping: Swapping | None,
     ) -> None:
-        self._kv, self._roster, self._columns = kv, roster, columns
+        self._kv, self._roster, self._columns, self._swapping = kv, roster, columns, swapping
         self._planner, self._log, self._speculation = planner, log, speculation
         self._beam_forks = BeamForks(kv, roster, log)
 
@@ -198,8 +200,9 @@ class StepResults:
 
         A row of such a sequence held NaN or infinity, so no other request may match the blocks that the sequence read
         and wrote. A starved sequence is computed again, once: a cached prefix that was wrong is then not found any
-        more. A request that gets a non-finite value again ends with an error. Blocks need not be cleared: attention
-        never reads a position beyond a sequence's end, and every position before it is written before it is read.
+        more. A group that has swapped out one of those blocks is computed again too. A request that gets a non-finite
+        value again ends with an error. Blocks need not be cleared: attention never reads a position beyond a
+        sequence's end, and every position before it is written before it is read.
         """
         for item in batch.items:
             sequence = self._roster.sequences.get(item.sequence_id)
@@ -218,6 +221,8 @@ class StepResults:
                 result.errors[item.sequence_id] = NON_FINITE
             else:
                 result.starved.add(item.sequence_id)
+        if self._swapping is not None:
+            self._swapping.drop_lost(self._roster.live.values())
 
     def _preempt_starved(self, group: Group, step: int) -> list[TokenOutput]:
         """Preempt a group for which the device had no memory; after `MAX_STARVED` such preemptions it fails."""

@@ -81,6 +81,18 @@ class Swapping:
         self.total_swaps += 1
         return True
 
+    def drop_lost(self, groups: Iterable[Group]) -> None:
+        """Of these groups, those that were swapped out with a block that is gone compute everything again."""
+        for group in groups:
+            if self._kv.has_lost(group.sequences):
+                group.lose_swapped()
+                for sequence in group.sequences:
+                    self._kv.release(sequence)
+
+    def take_wrong(self) -> tuple[int, ...]:
+        """Host blocks whose contents turned out to be wrong since the last call, and are forgotten."""
+        return self._kv.take_wrong()
+
     def learn(self, *, prompt_tokens: int, num_decodes: int, seconds: float) -> None:
         """Learn from a step's size and its seconds."""
         self._cost.learn(prompt_tokens=prompt_tokens, num_decodes=num_decodes, seconds=seconds)
@@ -127,6 +139,7 @@ class SwappingAllocator(KVAllocator):
         super().__init__(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
         self.host = HostTier(num_host_blocks, stored)
         self._cost = cost
+        self._wrong: list[int] = []  # host blocks that `invalidate` has emptied since they were last asked for
 
     def take_moves(self) -> Moves:
         return self.host.take()
@@ -188,6 +201,22 @@ class SwappingAllocator(KVAllocator):
             sequence.kv.swapped = None
         super().release(sequence)
         sequence.kv.num_settled = 0
+
+    def invalidate(self, sequences: Iterable[Sequence]) -> None:
+        """The host forgets these contents too, whichever sequence it has them from."""
+        sequences = list(sequences)
+        super().invalidate(sequences)
+        self._wrong += self.host.lose({key for sequence in sequences for key in sequence.kv.block_hashes})
+
+    def has_lost(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether one of these sequences was swapped out with a block that is neither in the pool nor on the host."""
+        kept = [sequence.kv.swapped for sequence in sequences if sequence.kv.swapped is not None]
+        return any(not self._is_kept(key) for swapped in kept for key in swapped.keys)
+
+    def take_wrong(self) -> tuple[int, ...]:
+        """See `Swapping.take_wrong`."""
+        wrong, self._wrong = tuple(self._wrong), []
+        return wrong
 
     def forget_cached(self, kept: Collection[bytes] = ()) -> tuple[int, tuple[int, ...]]:
         """Empty the prefix cache, except for blocks of swapped sequences; some of them only the pool has."""
@@ -308,6 +337,9 @@ class SwappingAllocator(KVAllocator):
     def _evict(self, content: bytes, block: int, loser: Owner[int]) -> None:
         self.host.evict(content, block, loser)
 
+    def _is_kept(self, key: bytes) -> bool:
+        return self.host.pool.holds(key) or self._cache.block(key) is not None
+
     # ---- invariants -----------------------------------------------------------------------------------------------
 
     def check(self, sequences: Iterable[Sequence]) -> None:
@@ -318,8 +350,7 @@ class SwappingAllocator(KVAllocator):
         self.host.check([key for kept in swapped for key in kept.keys])
         for kept in swapped:
             for key in kept.keys:
-                is_somewhere = self.host.pool.holds(key) or self._cache.block(key) is not None
-                require(is_somewhere, "a block of a swapped sequence is neither in the pool nor on the host")
+                require(self._is_kept(key), "a block of a swapped sequence is neither in the pool nor on the host")
         for sequence in sequences:
             require(sequence.kv.swapped is None or not len(sequence.kv.table), "a swapped sequence holds blocks")
 
@@ -416,6 +447,13 @@ class HostTier:
     def forget_unclaimed(self) -> tuple[int, ...]:
         """Forget every content without a claim; returns the host blocks that held them."""
         blocks = self.pool.forget_unclaimed()
+        for block in blocks:
+            self._out.pop(block, None)  # drop its copy
+        return blocks
+
+    def lose(self, keys: Iterable[bytes]) -> list[int]:
+        """These contents are wrong; returns the host blocks that held them. What a planned copy reads stays."""
+        blocks = [self.pool.lose(key) for key in keys if self.pool.holds(key) and key not in self._held]
         for block in blocks:
             self._out.pop(block, None)  # drop its copy
         return blocks
@@ -552,14 +590,18 @@ class HostPool:
 
     def forget_unclaimed(self) -> tuple[int, ...]:
         """Free the blocks without a claim; returns them."""
-        keys = self._shares.cached()
-        blocks = tuple(self._block_of[key] for key in keys)
-        for key in keys:
-            owner = self._owner_of[key]
+        return tuple([self.lose(key) for key in self._shares.cached()])
+
+    def lose(self, key: bytes) -> int:
+        """Free the block of a stored key and return it. For claims on the key a block is reserved from now on."""
+        block, owner = self._block_of[key], self._owner_of[key]
+        if key in self._claims:
+            self._num_promised += 1
+        else:
             self._shares.use(key, owner)
-            self._shares.drop(owner)
-            self._forget(key)
-        return blocks
+        self._shares.drop(owner)
+        self._forget(key)
+        return block
 
     def check(self, claimed: Iterable[bytes]) -> None:
         """Raise InvariantViolation unless blocks, owners and claims agree; `claimed` has every claim once."""

@@ -283,8 +283,10 @@ class Replayer:
                 result.starved.add(item.sequence_id)
             if (name, choice, "slice") in failed:
                 result.errors[item.sequence_id] = "failed"
+            concerned = (item.sequence_id, *[fork.sequence_id for fork in item.forks])
+            result.non_finite.update(each for each in concerned if (*self._names[each], "values") in failed)
             if item.wants_sample:
-                for sequence_id in (item.sequence_id, *[fork.sequence_id for fork in item.forks]):
+                for sequence_id in concerned:
                     whose = self._names[sequence_id]
                     if (*whose, "sample") in failed:
                         result.samples[sequence_id] = (SampledToken(error="failed"),)

@@ -258,7 +258,11 @@ class StepLog:
 
     def _note_failures(self, step: Step, result: StepResult) -> None:
         """Record the slices that failed, also of sequences whose results were ignored: a replay ignores them too."""
-        parts: tuple[tuple[Iterable[int], FailedPart], ...] = ((result.errors, "slice"), (result.starved, "memory"))
+        parts: tuple[tuple[Iterable[int], FailedPart], ...] = (
+            (result.errors, "slice"),
+            (result.starved, "memory"),
+            (result.non_finite, "values"),
+        )
         for sequence_ids, part in parts:
             step.failed += [(*self._names[sequence_id], part) for sequence_id in sequence_ids]
 

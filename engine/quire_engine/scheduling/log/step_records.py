@@ -18,8 +18,9 @@ from quire_engine.types import FinishReason
 
 FORMAT = 2
 EventKind = Literal["submit", "abort", "fail", "expire", "hold", "release", "end", "reset", "adopt"]
-# The whole slice failed; its sample failed; or the device had no memory for it.
-FailedPart = Literal["slice", "sample", "memory"]
+# The whole slice failed; its sample failed; the device had no memory for it; or its values were not finite, beside what
+# came of that.
+FailedPart = Literal["slice", "sample", "memory", "values"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

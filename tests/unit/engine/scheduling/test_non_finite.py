@@ -105,6 +105,62 @@ def test_who_has_matched_what_is_wrong_is_computed_without_it() -> None:
     assert run.finishes["b", 0].num_cached_tokens >= 36
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("is_held", [False, True])
+def test_who_had_swapped_out_what_is_wrong_computes_it_again(n: int, is_held: bool) -> None:
+    """The prompt's blocks are the other request's too, so they went by their hashes alone and are only in the pool."""
+    run, executor = spoiled_run(num_blocks=9 + 3 * (n - 1), num_host_blocks=20, max_num_seqs=4, min_chunk=4)
+    shared = PROMPT[:16]
+    first, second = request("a", shared, 16), request("b", (*shared, 7), 10, n=n)
+    run.add(first)
+    run.one_step()
+    run.add(second)
+    group = run.scheduler._roster.live["b"]
+    while not group.is_swapped:
+        run.one_step()
+    before = group.sequences[0].kv.swapped
+    assert before is not None
+    if is_held:
+        run.scheduler.hold("b")
+    (own,) = run.scheduler._roster.live["a"].sequences
+    executor.non_finite.add(own.sequence_id)
+    run.one_step()
+    assert not group.is_swapped
+    assert group.num_computed_before >= before.num_tokens
+    assert run.scheduler.stats().host_blocks_used == 0
+    if is_held:
+        run.scheduler.release("b")
+    run.to_end()
+    assert produced_alone(run, first, second)
+    assert run.scheduler.stats().total_recomputed_tokens > before.num_tokens
+
+
+def test_a_copy_on_the_host_of_what_is_wrong_is_dropped_from_its_files_too() -> None:
+    run, executor = spoiled_run(num_blocks=12, num_host_blocks=20)
+    engine = Engine(run.scheduler, executor, check_invariants=True)
+    outputs: list[TokenOutput] = []
+    engine.on_step = lambda step: outputs.extend(step.outputs)
+
+    def play(wanted: GenerationRequest) -> TokenOutput:
+        engine.submit(wanted)
+        while engine.has_work:
+            engine.step()
+        assert tuple(t for o in outputs if o.request_id == wanted.request_id for t in o.token_ids) == expected_tokens(
+            wanted, 0
+        )
+        return next(o for o in reversed(outputs) if o.request_id == wanted.request_id)
+
+    play(request("a", PROMPT, 4))
+    play(request("other", 44, 4))
+    copies = run.scheduler.stats().host_blocks_cached
+    assert copies >= 10
+    executor.at[PROMPT[0], 40] = 1
+    assert play(request("again", PROMPT, 4)).num_cached_tokens >= 36  # as it first entered
+    assert len(executor.forgotten) == 10
+    assert sum(item.start == 0 for batch in executor.log for item in batch.items if item.run == 1) == 1
+    assert play(request("later", PROMPT, 4)).num_cached_tokens >= 36  # what was computed anew
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_step_that_was_planned_ahead_is_void_for_them(times: int) -> None:
     config = scheduler_config(
