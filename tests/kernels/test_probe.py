@@ -31,7 +31,13 @@ def _compiler():
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("variant", usable_variants(), ids=lambda v: v.name)
+def all_variants():
+    """The fastest with every change, the others with the kernels' tests, for which they are compiled anyway."""
+    for place, variant in enumerate(usable_variants()):
+        yield pytest.param(variant, id=variant.name, marks=pytest.mark.kernels if place else [])
+
+
+@pytest.mark.parametrize("variant", list(all_variants()))
 def test_rates(variant):
     limits = measure(1, load_library(variant), **TINY)
     assert limits.variant == variant.name
@@ -69,7 +75,7 @@ def test_caches_that_cores_share_count_once(tmp_path):
     assert cache_bytes(tmp_path / "absent") == 0
 
 
-@pytest.mark.parametrize("variant", usable_variants(), ids=lambda v: v.name)
+@pytest.mark.parametrize("variant", list(all_variants()))
 def test_rates_of_one_core(variant):
     """What the choice of a variant looks at: in milliseconds, and 0 where there is no instruction."""
     library = load_library(variant)

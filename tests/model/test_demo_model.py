@@ -237,6 +237,7 @@ def test_it_does_what_its_card_says() -> None:
     assert [kind for kind, least in LEAST_SHARES.items() if shares[kind] < least] == [], told
 
 
+@pytest.mark.matrix  # half a minute, of what no server runs
 def test_making_is_deterministic(tmp_path: Path) -> None:
     small = (
         "--steps 3 --hidden-size 32 --intermediate-size 64 --num-layers 1 --num-heads 2 --num-kv-heads 1 --head-dim 16"
