@@ -8,7 +8,7 @@ JOBS ?= 2
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
 .PHONY: help serve test kernel-test kernel-matrix schema-test draft-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim \
-  schedule-test property-test model-matrix emulated-test damage-test token-test model-sweep hostile replica-test rank-test batch-test ray-test soak api-fuzz audit lock sbom check format bench headline \
+  schedule-test property-test model-matrix emulated-test damage-test token-test model-sweep hostile replica-test rank-test batch-test models-test ray-test soak api-fuzz audit lock sbom check format bench headline \
   clean
 
 HELP := \
@@ -37,6 +37,7 @@ HELP := \
   "hostile        hostile clients, and what others have meanwhile; nine minutes" \
   "replica-test   streams on replicas and nodes that are killed, held against one engine; what routing finds cached" \
   "batch-test     10,000 lines of a batch over two kills of the server, held against direct requests" \
+  "models-test    three models through a budget for two, under mixed clients and kills; twenty minutes" \
   "rank-test      models computed by several processes, in every format, and killed ranks; five minutes" \
   "ray-test       a cluster of Ray on this machine: lost nodes and actors, an update; installs Ray" \
   "soak           mixed traffic with kills; twenty minutes" \
@@ -111,6 +112,10 @@ replica-test: $(VENV)/.dev
 # A batch of 10,000 lines over two kill -9 of the server, held against direct requests, and live requests beside it.
 batch-test: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m batches $(ARGS)
+
+# Three models with room for two: sixteen clients for ten minutes, streams over a swap and back, kill -9 at twelve phases.
+models-test: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m several $(ARGS)
 
 # Models that two and four processes compute, in every format of weights and pool, and a server whose rank is killed; five minutes.
 rank-test: $(VENV)/.dev

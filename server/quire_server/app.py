@@ -6,7 +6,7 @@ Every error reply has the envelope of its path, whichever layer made it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from importlib.metadata import version
@@ -34,6 +34,7 @@ from quire_server.errors import (
     BadRequest,
     ClientGone,
     MethodNotAllowed,
+    QueueFull,
     RouteNotFound,
     internal_error,
 )
@@ -59,6 +60,7 @@ from quire_server.routes import (
     files,
     health,
     invocations,
+    loading,
     metrics,
     models,
     pages,
@@ -89,6 +91,7 @@ ROUTERS = (
     metrics.router,
     debug.router,
     admin.router,
+    loading.router,
     pages.router,
     dashboard.router,
 )
@@ -118,13 +121,13 @@ def create_app(state: ServerState) -> FastAPI:
     )
     bodies = BodyLimits(
         max_body_bytes=state.settings.max_body_bytes,
-        max_model_len=state.max_model_len,
+        max_model_len=max(each.max_model_len for each in state.every),
         root_path=state.settings.root_path,
         max_file_bytes=None if state.settings.batch_dir is None else state.limits.max_file_bytes,
     )
     app.state.bodies = BodyReader(bodies)
     app.state.feed = Feed()
-    app.state.deep_check = DeepCheck(state.client)
+    app.state.deep_check = DeepCheck()
     app.state.requests = OpenRequests()
     app.state.batches = batches.batch_service(state, app, max_line_bytes=bodies.largest)
     for router in ROUTERS:
@@ -139,10 +142,13 @@ def create_app(state: ServerState) -> FastAPI:
 async def _lifespan(app: FastAPI, state: ServerState, tracing: Tracing | None) -> AsyncIterator[None]:
     """The server's own tasks, from the first request to the last one."""
     watch = asyncio.create_task(watch_event_loop(state.metrics), name="event-loop-watch")
-    seconds = asyncio.create_task(tell_seconds(state.metrics, app.state.feed), name="seconds")
+    others = [each.metrics for each in state.every[1:]]
+    seconds = asyncio.create_task(tell_seconds(state.metrics, app.state.feed, others), name="seconds")
     usage = asyncio.create_task(state.metrics.usage.keep(), name="usage")
     memory = asyncio.create_task(MemoryReturn(state.metrics.memory_given_back).run(), name="memory")
     state.tasks = [watch, seconds, usage]  # not `memory`, without which the server works
+    if state.catalog is not None:
+        state.tasks.append(asyncio.create_task(state.catalog.models.run(), name="models"))
     service: batches.BatchService | None = app.state.batches
     if service is not None:
         state.tasks.append(asyncio.create_task(service.runner.run(), name="batches"))
@@ -157,7 +163,8 @@ async def _lifespan(app: FastAPI, state: ServerState, tracing: Tracing | None) -
             await asyncio.gather(*running, return_exceptions=True)
             await asyncio.to_thread(service.store.close)
         await asyncio.to_thread(state.metrics.usage.close)
-        state.text.close()
+        for each in state.every:
+            each.text.close()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
 
@@ -171,13 +178,18 @@ async def watch_event_loop(metrics: Metrics) -> None:
         metrics.loop_stall(max(0.0, loop.time() - due))
 
 
-async def tell_seconds(metrics: Metrics, feed: Feed) -> None:
-    """End a second of the metrics' history every second and publish it to the dashboard, until cancelled."""
+async def tell_seconds(metrics: Metrics, feed: Feed, others: Sequence[Metrics] = ()) -> None:
+    """End a second of the metrics' history every second and publish it to the dashboard, until cancelled.
+
+    `others`: of other models, whose history is not shown.
+    """
     loop = asyncio.get_running_loop()
     due = loop.time()
     while True:
         due = max(due + SECOND, loop.time())  # missed seconds are skipped
         await asyncio.sleep(due - loop.time())
+        for each in others:
+            each.tick()
         feed.publish(metrics.tick())
 
 
@@ -235,7 +247,7 @@ def _guard(app: FastAPI, state: ServerState, bodies: BodyLimits, tracing: Tracin
     settings = state.settings
     app.add_middleware(  # the innermost: keys and hosts are checked first
         RefuseWhenFull,
-        refusal=lambda *underway: None if state.draining else state.client.refusal(*underway),
+        refusal=partial(_refusal, state),
         root_path=settings.root_path,
     )
     for layer in layers(
@@ -250,6 +262,13 @@ def _guard(app: FastAPI, state: ServerState, bodies: BodyLimits, tracing: Tracin
     ):
         app.add_middleware(layer)
     app.add_middleware(StoryTeller)
+
+
+def _refusal(state: ServerState, *underway: int) -> QueueFull | None:
+    """The refusal of a request before its body is read; with several models only where none has a place for it."""
+    if state.draining or (state.catalog is not None and not state.catalog.is_full(*underway)):
+        return None
+    return state.client.refusal(*underway)
 
 
 def _routes_in_words(state: ServerState, replicas: ReplicaSet, request_id: str) -> str:
@@ -270,7 +289,7 @@ def _on_reply(state: ServerState, tracing: Tracing | None) -> Callable[[Reply], 
         story = CURRENT.get() or RequestStory()
         summaries = story.summaries()
         if not settings.disable_access_log:
-            log_reply(reply, totals(summaries), model)
+            log_reply(reply, totals(summaries), story.model or model)
         if tracing is not None:
             tracing.tell(reply, story.carrier, summaries)
 

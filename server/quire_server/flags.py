@@ -88,6 +88,21 @@ class _Help(argparse.Action):
         parser.exit()
 
 
+class _Model(argparse.Action):
+    """`--model`, which may be given several times."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: object = None,
+    ) -> None:
+        del parser, option_string
+        namespace.model = values
+        namespace.several_models = [*getattr(namespace, "several_models", []), values]
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise SettingsError(message)
@@ -119,6 +134,7 @@ def parse_command_line(argv: Sequence[str], prog: str = SERVE) -> CommandLine:
         if "model" in flags:
             raise SettingsError(_TWO_MODELS)
         flags["model"] = positional
+    _take_several(flags)
     if not _KEYS & set(flags):
         check_keys()
     if not _ADMIN_KEYS & set(flags):
@@ -129,6 +145,16 @@ def parse_command_line(argv: Sequence[str], prog: str = SERVE) -> CommandLine:
         notes += read_settings_file(settings.config, Settings.model_fields)[1]
     warnings = [*variable_warnings(environment_names()), *_secret_warnings(flags, settings)]
     return CommandLine(settings=settings, notes=tuple(notes), warnings=tuple(warnings))
+
+
+def _take_several(flags: dict[str, object]) -> None:
+    """`--model` given several times is `--models`. Raises SettingsError."""
+    several = flags.pop("several_models", None)
+    if isinstance(several, list) and len(several) > 1:
+        del flags["model"]
+        if "models" in flags:
+            raise SettingsError("--models and --model exclude each other: write the models into the file")
+        flags["models"] = tuple(several)
 
 
 def _unknown(words: Sequence[str]) -> list[str]:
@@ -161,6 +187,8 @@ def check_command_line(argv: Sequence[str], prog: str = SERVE) -> tuple[CommandL
         model = flags.pop("positional_model", None)
         if model is not None and "model" in flags:
             problems.append(_TWO_MODELS)
+        with _kept(problems):
+            _take_several(flags)
         for check, names in ((check_keys, _KEYS), (check_admin_keys, _ADMIN_KEYS)):
             if not names & set(flags):
                 with _kept(problems):
@@ -291,6 +319,8 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo, text:
         group.add_argument(flag_name(name), action=argparse.BooleanOptionalAction, dest=name, help=text)
     elif kind is tuple:
         group.add_argument(flag_name(name), nargs="+", action="extend", dest=name, metavar="S", help=text)
+    elif name == "model":
+        group.add_argument(flag_name(name), action=_Model, dest=name, metavar="TEXT", help=text)
     elif get_origin(kind) is Literal:
         group.add_argument(flag_name(name), dest=name, type=synonym_of(name), choices=get_args(kind), help=text)
     else:

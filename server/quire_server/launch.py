@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, CrashLoop, QuireError
@@ -39,7 +39,8 @@ from quire_server.http.event_loop import loop_factory
 from quire_server.http.tls import tls_context
 from quire_server.logs import Output, writing
 from quire_server.logs.output import check_tracing
-from quire_server.settings import Settings
+from quire_server.settings import ModelEntry, Settings, SettingsError, several_models
+from quire_server.several_launch import SeveralEngines
 
 DONE, FAILED, BAD_USAGE, CRASH_LOOP = 0, 1, 2, 70
 _SPARE_SECONDS = 10.0  # after the engine is ready, since a launch takes a core from the first requests
@@ -78,15 +79,22 @@ def run_program(name: str, given: CommandLine, body: Callable[[Settings, Output]
 def _run(settings: Settings, output: Output) -> int:
     tls_context(settings)  # checks the files, which are read again when the socket listens
     check_tracing(settings.otlp_traces_endpoint)
-    settings = localized(settings)
+    try:
+        entries = several_models(settings)
+    except SettingsError as error:
+        raise ConfigError(str(error)) from None
+    if entries:
+        entries = tuple(replace(entry, settings=localized(entry.settings)) for entry in entries)
+    else:
+        settings = localized(settings)
     if settings.dry_run and settings.engines:
         raise ConfigError(
             "--dry-run prints an engine's plan, and this server has none: ask a node, `quire engine --dry-run`"
         )
     if settings.dry_run:
-        return show_plan(settings)
+        return show_plan(settings) if not entries else asyncio.run(_show_plans(entries))
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(_serve(settings, output))
+        return runner.run(_serve_several(entries, output) if entries else _serve(settings, output))
 
 
 def _of_file(error: OSError) -> str:
@@ -106,11 +114,29 @@ def show_plan(settings: Settings) -> int:
     return DONE
 
 
+async def _show_plans(entries: Sequence[ModelEntry]) -> int:
+    engines = SeveralEngines(entries, RestartPolicy(), stderr=None)
+    for plan in await engines.plan():
+        print(plan_text(plan, quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)))
+    return DONE
+
+
+async def _serve_several(entries: Sequence[ModelEntry], output: Output) -> int:
+    """The engines start when requests come; only their plans are made at the start."""
+    settings = entries[0].settings
+    policy = restart_policy(settings, tells_alive=False)
+    return await _run_server(settings, lambda: SeveralEngines(entries, policy, stderr=output.for_children))
+
+
 async def _serve(settings: Settings, output: Output) -> int:
+    return await _run_server(settings, lambda: engines_of(settings, output))
+
+
+async def _run_server(settings: Settings, make_engines: Callable[[], Engines | SeveralEngines]) -> int:
     """Start the engine process first: it takes longest, and the server's modules are imported meanwhile."""
     with stop_signals() as stop:
-        engines = engines_of(settings, output)
-        starting = asyncio.create_task(engines.start())
+        engines = make_engines()
+        starting: asyncio.Task[Any] = asyncio.create_task(engines.start())
         in_text = settings.log_format == "text"
         showing = asyncio.create_task(
             loading.show(lambda: engines.progress, starting, bar=in_text and loading.has_terminal())
@@ -225,6 +251,8 @@ def stop_signals() -> Iterator[Stop]:
 class Composition(Protocol):
     """The interface of `quire_server.serving`, whose imports are slow and run while the engine starts."""
 
-    async def serve(self, settings: Settings, engines: Engines, starting: asyncio.Task[EnginePlan], stop: Stop) -> bool:
+    async def serve(
+        self, settings: Settings, engines: Engines | SeveralEngines, starting: asyncio.Task[Any], stop: Stop
+    ) -> bool:
         """Serve until a signal (True) or until the engine has failed for good (False)."""
         ...

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp
 
-from quire_engine.config import EnginePlan
 from quire_engine.memory_plan import plan_text
 from quire_engine.quality_store import quality_text
 from quire_server.engine.engines import Engines
@@ -34,11 +33,13 @@ from quire_server.logs.requests import log_order, log_reply, log_signal
 from quire_server.logs.throughput import log_throughput
 from quire_server.metrics.metrics import while_loading
 from quire_server.settings import Settings
+from quire_server.several_launch import SeveralEngines
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from quire_server.api_servers.fleet import ApiServers
+    from quire_server.engine.models.model_set import ModelSet
     from quire_server.launch import Stop
     from quire_server.state import ServerState
 
@@ -50,7 +51,7 @@ _STDERR = 2
 log = logging.getLogger("quire")
 
 
-async def serve(settings: Settings, engines: Engines, starting: asyncio.Task[EnginePlan], stop: Stop) -> bool:
+async def serve(settings: Settings, engines: Engines | SeveralEngines, starting: asyncio.Task[Any], stop: Stop) -> bool:
     """Serve until a signal (True) or until the engine has failed for good (False).
 
     Raises ConfigError and ModelLoadError.
@@ -70,9 +71,13 @@ async def serve(settings: Settings, engines: Engines, starting: asyncio.Task[Eng
             state.metrics.bytes_waiting = listening.bytes_waiting
             state.metrics.num_stalled = listening.num_stalled
             await switch.open(app)
-            if others is not None:
+            if others is not None and not isinstance(engines, SeveralEngines):
                 others.open(state, engines)
-            stats = asyncio.create_task(log_throughput(state.metrics, settings.log_stats_interval), name="stats")
+            stats = [
+                asyncio.create_task(log_throughput(each.metrics, settings.log_stats_interval, name), name="stats")
+                for each in state.every
+                for name in ("" if state.catalog is None else each.model_names[0],)
+            ]
             try:
                 # Imported and built objects stay alive: freeze them, so that later collections do not scan them.
                 gc.collect()
@@ -82,7 +87,7 @@ async def serve(settings: Settings, engines: Engines, starting: asyncio.Task[Eng
                 await _first(stop.asked, engines.dead, listener_task)
                 await _wind_up(settings, state, engines, app.state.requests, stop, others=others)
             finally:
-                await _cancel(stats)
+                await _cancel(*stats)
     return not engines.dead.done()
 
 
@@ -116,7 +121,7 @@ async def _listening(
             settings.uds.unlink(missing_ok=True)
 
 
-def _while_starting(settings: Settings, engines: Engines, credentials: Credentials) -> ASGIApp:
+def _while_starting(settings: Settings, engines: Engines | SeveralEngines, credentials: Credentials) -> ASGIApp:
     """The application that reports the progress of the start."""
     began = time.monotonic()
 
@@ -140,25 +145,29 @@ def _while_starting(settings: Settings, engines: Engines, credentials: Credentia
 
 
 async def _build(
-    settings: Settings, engines: Engines, starting: asyncio.Task[EnginePlan], credentials: Credentials
+    settings: Settings, engines: Engines | SeveralEngines, starting: asyncio.Task[Any], credentials: Credentials
 ) -> tuple[ServerState, FastAPI]:
     """Assemble the server's application; its imports take about a second."""
-    create_app, build_state = await asyncio.to_thread(_application)
-    state = await build_state(settings, engines, starting, credentials)
+    create_app, build_state, build_catalog = await asyncio.to_thread(_application)
+    if isinstance(engines, SeveralEngines):
+        models: ModelSet = await starting
+        state = await build_catalog([entry.settings for entry in engines.entries], models, credentials)
+    else:
+        state = await build_state(settings, engines, starting, credentials)
     return state, create_app(state)
 
 
 def _application() -> Any:
     from quire_server.app import create_app  # noqa: PLC0415  # heavy: the port listens and the engine starts meanwhile
-    from quire_server.state import build_state  # noqa: PLC0415
+    from quire_server.state import build_catalog, build_state  # noqa: PLC0415
 
-    return create_app, build_state
+    return create_app, build_state, build_catalog
 
 
 async def _wind_up(
     settings: Settings,
     state: ServerState,
-    engines: Engines,
+    engines: Engines | SeveralEngines,
     requests: OpenRequests,
     stop: Stop,
     *,
@@ -168,7 +177,7 @@ async def _wind_up(
     state.draining = state.stopping = True
     await state.settle()
     work = requests.work()
-    num_open = max(state.client.in_flight, len(work))
+    num_open = max(state.in_flight, len(work))
     log.info("draining %d requests for up to %g s; Ctrl-C again to stop now", num_open, settings.drain_timeout)
     # Requests in preparation count as accepted, like requests in the engine.
     idle = asyncio.create_task(_idle(state, work, others))
@@ -176,7 +185,8 @@ async def _wind_up(
     if not idle.done():
         log.warning("ending %d requests that have not finished", sum(1 for task in work if not task.done()))
     # Clients get their errors first: that needs no engine, and stopping the engine may take as long as a step.
-    state.client.close()
+    for each in state.every:
+        each.client.close()
     stopping = asyncio.create_task(engines.stop())
     await _first(idle, seconds=LAST_WORDS_SECONDS)
     requests.refuse_unanswered()
@@ -190,7 +200,8 @@ async def _idle(state: ServerState, work: tuple[asyncio.Task[Any], ...], others:
     await ended(work)
     if others is not None:
         await others.order("idle")
-    await state.client.wait_idle()
+    for each in state.every:
+        await each.client.wait_idle()
 
 
 @contextlib.contextmanager
@@ -238,10 +249,10 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 def _greet(settings: Settings, state: ServerState, listening: Listening) -> None:
     """Log the resolved configuration and an example call; the listener has logged the address."""
-    plan = state.client.plan
-    quality = quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)
-    for line in plan_text(plan, quality).splitlines():
-        log.info("%s", line)
+    for plan in (each.client.plan for each in state.every):
+        quality = quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)
+        for line in plan_text(plan, quality).splitlines():
+            log.info("%s", line)
     if state.defaults.source:
         numbers = ", ".join(f"{name} {value:g}" for name, value in state.defaults.shown.items())
         log.info("what requests leave out, by %s: %s", state.defaults.source, numbers)

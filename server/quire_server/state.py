@@ -11,26 +11,29 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Annotated, cast
 
-from fastapi import Request
+from fastapi import Query, Request
 
 from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
 from quire_engine.quality_store import stored_quality
-from quire_engine.types import EnginePort
+from quire_engine.types import EnginePort, EngineStats, StepOutput
 from quire_server.engine.adapters import ServedAdapters
 from quire_server.engine.admission import QueueLimits, TenantGate, TtftGate
 from quire_server.engine.engine_client import EngineClient
 from quire_server.engine.engines import Engines
+from quire_server.engine.models.model_set import ModelSet
 from quire_server.engine.recovery import Quarantine
 from quire_server.engine.replicas import ReplicaSet
 from quire_server.engine.request_names import RequestNames
 from quire_server.engine.tenants import Tenant, Tenants
-from quire_server.errors import BadRequest, NotReady, ShuttingDown
+from quire_server.errors import BadRequest, ModelNotFound, NotReady, ShuttingDown
 from quire_server.http.credentials import Credentials
 from quire_server.http.large_reply import ReplyBudget
+from quire_server.metrics.metric_catalog import ModelEnd, ModelState
 from quire_server.metrics.metrics import Metrics
 from quire_server.metrics.usage import UsageBook
 from quire_server.settings import ServerLimits, Settings
@@ -68,9 +71,50 @@ async def _nobody_to_ask(_what: str, _argument: str) -> bytes:
     raise EngineDead("there is no engine to be asked")
 
 
+@dataclass(slots=True)
+class Phase:
+    """Whether the server takes requests; several models share one."""
+
+    draining: bool = False  # new requests are refused
+    stopping: bool = False  # the server is shutting down
+
+
+class Catalog:
+    """The states of several models, chosen by the names of requests; the first is the default."""
+
+    def __init__(self, states: Sequence[ServerState], models: ModelSet) -> None:
+        """The states share what is the server's: the phase, the tenants, the view of all engines."""
+        self.states = tuple(states)
+        self.models = models
+        for state in self.states:
+            state.catalog, state.phase = self, self.states[0].phase
+            state.overdue_seconds = models.overdue_seconds
+
+    def find(self, name: str | None) -> ServerState | None:
+        """The state of the model that a request names; None and an empty name ask for the default. None: unknown."""
+        if not name:
+            return self.states[0]
+        return next((state for state in self.states if state.has_name(name)), None)
+
+    def use(self, state: ServerState) -> None:
+        """A request has chosen the model. Raises NotReady where its engine cannot be started for now."""
+        name = state.model_names[0]
+        seconds = self.models.refused_for(name)
+        if seconds is not None:
+            why = self.models.engines[name].why
+            raise NotReady(
+                f"The model {name} cannot be loaded: {why}.", retry_after_seconds=seconds, code="model_failed"
+            )
+        self.models.used(name)
+
+    def is_full(self, *underway: int) -> bool:
+        """Whether no model's queue has a place for a request that comes now."""
+        return all(state.client.is_full(*underway) for state in self.states)
+
+
 @dataclass(slots=True, kw_only=True)
 class ServerState:
-    """The server's parts; only `draining`, `stopping`, `tasks` and `tenants` change while it runs."""
+    """The parts of a server, or of one of its models; only `phase`, `tasks` and `tenants` change while it runs."""
 
     settings: Settings
     credentials: Credentials
@@ -97,15 +141,15 @@ class ServerState:
     load_ratio: Callable[[], float] = _whole  # progress of the latest start of the engine, 0 to 1
     names: RequestNames = field(default_factory=RequestNames)
     started: float = field(default_factory=time.time)  # seconds since the epoch
-    draining: bool = False  # new requests are refused
-    stopping: bool = False  # the server is shutting down
+    phase: Phase = field(default_factory=Phase)
+    catalog: Catalog | None = None  # None: there is one model
     tasks: list[asyncio.Task[None]] = field(default_factory=list)  # tasks that run as long as the server
     text: TextThreads = field(init=False)  # tokenizer and prompts, off the event loop
     grammars: GrammarCheck = field(init=False)
     replies: ReplyBudget = field(init=False)  # the budget of large replies
 
     def __post_init__(self) -> None:
-        self.credentials.on_tenants = self._change_tenants
+        self.credentials.on_tenants = self.change_tenants
         texts = TextBudget(
             self.limits.max_text_bytes_queued,
             on_change=self.metrics.text_work,
@@ -122,11 +166,46 @@ class ServerState:
         if self.settings.faults:
             plant(self.settings.faults, self.tokenizer, self.prompts, self.grammars)
 
-    def _change_tenants(self, entries: Sequence[TenantEntry]) -> None:
+    def change_tenants(self, entries: Sequence[TenantEntry]) -> None:
         """Tenants were read again: other keys, weights and limits hold for requests that come from now on."""
         self.tenants = tenants_of(self.settings, entries)
         self.metrics.tenants.change(each.name for each in entries)
         self.client.change_tenants(self.tenants.all)
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self.phase.draining
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        self.phase.draining = value
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the server is shutting down."""
+        return self.phase.stopping
+
+    @stopping.setter
+    def stopping(self, value: bool) -> None:
+        self.phase.stopping = value
+
+    @property
+    def every(self) -> tuple[ServerState, ...]:
+        """The states of all models of this server, the default one's first."""
+        return (self,) if self.catalog is None else self.catalog.states
+
+    @property
+    def in_flight(self) -> int:
+        """Accepted and unfinished requests of all models."""
+        return sum(each.client.in_flight for each in self.every)
+
+    @property
+    def residency(self) -> ModelState:
+        """Whether the model is in memory, as its clients see it."""
+        if self.catalog is not None:
+            return self.catalog.models.engines[self.model_names[0]].state
+        return "loaded" if self.engine_trouble() is None else "restarting"
 
     @property
     def max_model_len(self) -> int:
@@ -147,6 +226,12 @@ class ServerState:
         """A few words for a probe's reply, such as "draining" or "engine restarting"; None when serving."""
         return "draining" if self.draining else self.engine_trouble()
 
+    def server_unready_reason(self) -> str | None:
+        """The same of the server: with several models, of all of them together."""
+        if self.catalog is None or self.draining:
+            return self.unready_reason()
+        return self.catalog.models.trouble()
+
     def fatal_reason(self) -> str | None:
         """Why the process must be restarted; None while it can recover by itself."""
         if self.overdue_seconds() > REMEDY_SECONDS:  # the supervisor should have replaced it
@@ -159,20 +244,54 @@ class ServerState:
             return ShuttingDown()
         return NotReady("The server is draining: it takes no new requests.", code="draining", close=True)
 
+    def has_name(self, name: str) -> bool:
+        """Whether it is a name of this model or of one of its adapters."""
+        return name in self.model_names or name in self.adapters
+
+    def find(self, name: str | None) -> ServerState | None:
+        """The state of the model that a request names; None and an empty name ask for the default. None: unknown."""
+        if self.catalog is not None:
+            return self.catalog.find(name)
+        return self if not name or self.has_name(name) else None
+
     def knows_model(self, name: str | None) -> bool:
         """Whether requests may name this model; None and an empty name ask for the default."""
-        return not name or name in self.model_names or name in self.adapters
+        return self.find(name) is not None
+
+
+_CHOSEN = "model_state"  # of a request's own scope
 
 
 def state_of(request: Request) -> ServerState:
-    """The state of the server that received this request."""
-    return cast(ServerState, request.app.state.quire)
+    """The state of the model that the request has chosen; before that, the default one's."""
+    chosen = request.scope.get("state", {}).get(_CHOSEN)
+    return cast(ServerState, request.app.state.quire if chosen is None else chosen)
+
+
+def choose(request: Request, name: str | None) -> ServerState:
+    """From here on the request is for the model of this name: the one place that decides it. Raises ModelNotFound."""
+    state = state_of(request)
+    found = state.find(name)
+    if found is None:
+        raise ModelNotFound(name or "")
+    if found is not state:
+        request.scope["state"][_CHOSEN] = found
+    return found
+
+
+async def choose_by_query(
+    request: Request,
+    model: Annotated[str | None, Query(max_length=4096, description="of several; else the first")] = None,
+) -> None:
+    """The same by the address, for routes without a body. Raises ModelNotFound."""
+    if model is not None:
+        choose(request, model)
 
 
 async def build_state(
     settings: Settings,
     engines: Engines,
-    starting: asyncio.Task[EnginePlan],
+    starting: asyncio.Future[EnginePlan],
     credentials: Credentials | None = None,
     *,
     usage: UsageBook | None = None,
@@ -233,6 +352,63 @@ async def build_state(
         engine_trouble=engines.trouble,
         adapters=adapters,
     )
+
+
+async def build_catalog(
+    entries: Sequence[Settings],
+    models: ModelSet,
+    credentials: Credentials,
+) -> ServerState:
+    """The states of several models, whose engines are asleep; returns the default one's. Raises as `build_state`."""
+    first = entries[0]
+    usage = UsageBook(first.model_names[0], file=first.first_keys.tenants.usage_file)
+    building = []
+    for settings in entries:
+        name = settings.model_names[0]
+        engine = models.engines[name]
+        planned: asyncio.Future[EnginePlan] = asyncio.get_running_loop().create_future()
+        planned.set_result(engine.plan)
+        own = usage if settings is first else usage.beside(name)
+        building.append(build_state(settings, engine.supervisor, planned, credentials, usage=own))
+    built = await asyncio.gather(*building, return_exceptions=True)
+    states = [each for each in built if isinstance(each, ServerState)]
+    failures = [each for each in built if isinstance(each, BaseException)]
+    if failures:
+        for state in states:
+            state.text.close()
+        raise failures[0]
+    catalog = Catalog(states, models)
+
+    def change_tenants(entries: Sequence[TenantEntry]) -> None:
+        for state in states:
+            state.change_tenants(entries)
+
+    credentials.on_tenants = change_tenants
+    for state in states:
+        _follow(state, catalog)
+    return states[0]
+
+
+def _follow(state: ServerState, catalog: Catalog) -> None:
+    """Let the model's health, metrics and plan follow its engine."""
+    name = state.model_names[0]
+    engine, metrics = catalog.models.engines[name], state.metrics
+    state.engine_trouble = partial(catalog.models.trouble_of, name)
+    state.client.seconds_until_engine = partial(catalog.models.seconds_until_loaded, name)
+    metrics.models.now = lambda: (engine.state, engine.memory_bytes)
+
+    def loaded(plan: EnginePlan, seconds: float) -> None:
+        state.client.plan = plan
+        metrics.models.loaded()
+        metrics.load_took(seconds)
+
+    def ended(cause: ModelEnd) -> None:
+        metrics.models.ended(cause)
+        state.client.on_step(
+            StepOutput(step_id=0, outputs=(), stats=EngineStats())
+        )  # nothing runs, and the pool is empty
+
+    engine.on_loaded, engine.on_ended = loaded, ended
 
 
 async def _vectors(settings: Settings, tokenizer: TextTokenizer) -> tuple[ScoringMethod, PoolingMethod]:

@@ -196,6 +196,7 @@ async def test_an_engine_that_is_gone_is_a_503() -> None:
     [
         *(("GET", "/admin/drain"), ("POST", "/admin/drain"), ("DELETE", "/admin/drain")),
         *(("POST", "/admin/abort"), ("POST", "/admin/reset-prefix-cache")),
+        *(("GET", "/admin/models"), ("POST", "/admin/load"), ("POST", "/admin/sleep"), ("POST", "/admin/unload")),
         *(("GET", "/admin/replicas"), ("POST", "/admin/replicas/0/drain"), ("DELETE", "/admin/replicas/0/drain")),
     ],
 )

@@ -19,6 +19,7 @@ POSTS = (
     *("/invocations", "/tokenize", "/detokenize", "/v1/chat/completions/input_tokens"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
     *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"),
+    *("/admin/load", "/admin/sleep", "/admin/unload"),
     *("/v1/batches", "/admin/abort", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 )
 POSTS_WITHOUT_BODY = (
@@ -37,7 +38,7 @@ GETS = (
     *("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}"),
     *("/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/version", "/metrics"),
     *("/health", "/health/live", "/health/ready", "/health/deep", "/ping", "/load", "/admin/drain"),
-    *("/usage", "/admin/usage", "/admin/replicas"),
+    *("/usage", "/admin/usage", "/admin/replicas", "/admin/models"),
     *("/debug/steps", "/debug/requests", "/debug/requests/{request_id}"),
     *("/debug/kv", "/debug/kv/audit", "/debug/kv/{request_id}"),
 )

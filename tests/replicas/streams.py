@@ -89,21 +89,24 @@ def client(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(300, connect=60), limits=limits)
 
 
-async def stream(http: httpx.AsyncClient, number: int, on_chunk: Callable[[], None]) -> Said:
-    """One stream to its end; `on_chunk` is called with each of its chunks.
+async def stream(
+    http: httpx.AsyncClient, number: int, on_chunk: Callable[[], None], model: str = "", tries: int = TRIES
+) -> Said:
+    """One stream to its end; `on_chunk` is called with each of its chunks. `model`: of several, by its name.
 
     Who is refused before anything is computed, since the processes that check grammars are busy, comes again.
     """
-    for _ in range(TRIES - 1):
-        said = await _stream(http, number, on_chunk)
+    for _ in range(tries - 1):
+        said = await _stream(http, number, on_chunk, model)
         if not (said.errors and said.errors[0][0] == BUSY):
             return said
         await asyncio.sleep(1)
-    return await _stream(http, number, on_chunk)
+    return await _stream(http, number, on_chunk, model)
 
 
-async def _stream(http: httpx.AsyncClient, number: int, on_chunk: Callable[[], None]) -> Said:
+async def _stream(http: httpx.AsyncClient, number: int, on_chunk: Callable[[], None], model: str) -> Said:
     path, body = asked(number)
+    body |= {"model": model} if model else {}
     said = Said()
     async with http.stream("POST", path, json=body) as reply:
         if reply.status_code != 200:

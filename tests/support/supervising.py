@@ -11,12 +11,13 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from quire_engine.config import EngineConfig
 from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
 from quire_server.engine.kv_events.events import CacheListener
 from quire_server.engine.restart_policy import RestartPolicy
-from quire_server.engine.supervisor import EngineState, Supervisor
+from quire_server.engine.supervisor import EngineState, Spare, Supervisor
 from support.fake_engine_process import next_token
 
 FAKE = (sys.executable, str(Path(__file__).resolve().parent / "fake_engine_process.py"))
@@ -65,14 +66,20 @@ def expected(prompt: tuple[int, ...], tokens: int, choice: int = 0) -> list[int]
 
 @asynccontextmanager
 async def supervised(
-    model: str = "ok", *, listener: CacheListener | None = None, **policy: float
-) -> AsyncIterator[tuple[Supervisor, Client]]:
+    model: str = "ok",
+    *,
+    listener: CacheListener | None = None,
+    spare: Spare | None = None,
+    kind: type[Any] = Supervisor,
+    **policy: float,
+) -> AsyncIterator[tuple[Any, Client]]:
     settings = {"first_backoff_seconds": 0.01, **policy}
-    supervisor = Supervisor(
+    supervisor = kind(
         EngineConfig(model=model),
         RestartPolicy(**settings),  # type: ignore[arg-type]
         program=FAKE,
         listener=listener,
+        spare=spare,
     )
     client = Client()
     supervisor.on_step = client.on_step

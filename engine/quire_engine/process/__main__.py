@@ -1,4 +1,4 @@
-"""The engine child process: `python -m quire_engine.process FD PARENT_PID [MEMORY_FD]`.
+"""The engine child process: `python -m quire_engine.process FD PARENT_PID`.
 
 Owns the process: its death with the parent, signals, the exit code. Promises: LOAD_PROGRESS frames, then READY or
 START_FAILED.
@@ -24,21 +24,23 @@ if TYPE_CHECKING:
     from quire_engine.process.loop import EngineLoop
 
 
-def _receive_start(connection: socket.socket, decoder: FrameDecoder) -> list[Frame]:
+def _receive_start(connection: socket.socket, decoder: FrameDecoder) -> tuple[list[Frame], int | None]:
+    """The first frames, and the descriptor that came with them: of a memory file that outlives this process, empty or
+    with the weights of the engine process before.
+    """
     frames: list[Frame] = []
+    descriptors: list[int] = []
     while not frames:
-        data = connection.recv(1 << 16)
+        data, brought, _, _ = socket.recv_fds(connection, 1 << 16, 1)
+        descriptors += brought
         if not data:
             sys.exit(0)
         frames = decoder.feed(data)
-    return frames
+    return frames, next(iter(descriptors), None)
 
 
-def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
-    """Build the engine that the START frame asks for and run it until the socket closes.
-
-    `memory_fd`: a memory file that outlives this process, empty or with the weights of the engine process before.
-    """
+def main(fd: int, parent_pid: int) -> None:
+    """Build the engine that the START frame asks for and run it until the socket closes."""
     leave_signals_to_parent()
     # SIGUSR1 from the supervisor's watchdog: print the stacks of a hung process before it is killed.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -59,7 +61,7 @@ def main(fd: int, parent_pid: int, memory_fd: int | None = None) -> None:
     from quire_engine.engine import Engine  # noqa: PLC0415
     from quire_engine.process.loop import EngineLoop, Garbage  # noqa: PLC0415
 
-    start, *early = _receive_start(connection, decoder)
+    (start, *early), memory_fd = _receive_start(connection, decoder)
     if not isinstance(start, EngineConfig):
         raise ProtocolError(f"the first frame is a {type(start).__name__}, not the engine's configuration")
     if start.faults:
@@ -116,4 +118,4 @@ def _fail_start(connection: socket.socket, error: Exception) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]))
+    main(*map(int, sys.argv[1:3]))

@@ -19,38 +19,39 @@ _FIRST_PRIORITY = -(2**31)
 
 
 class DeepCheck:
-    """Runs one check at a time; concurrent callers share its result."""
+    """Runs one check of an engine at a time; concurrent callers share its result."""
 
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-        self._running: asyncio.Task[float] | None = None
+    def __init__(self) -> None:
+        self._running: dict[EngineClient, asyncio.Task[float]] = {}
 
-    async def seconds(self) -> float:
+    async def seconds(self, client: EngineClient) -> float:
         """The seconds that the engine took for one token. Raises NotReady, EngineFailed."""
-        if self._running is None or self._running.done():
-            self._running = asyncio.create_task(self._run(), name="deep-check")
-        return await asyncio.shield(self._running)
+        running = self._running.get(client)
+        if running is None or running.done():
+            running = self._running[client] = asyncio.create_task(_run(client), name="deep-check")
+        return await asyncio.shield(running)
 
-    async def _run(self) -> float:
-        started = time.monotonic()
-        request = GenerationRequest(
-            request_id=secrets.token_hex(12),
-            prompt_token_ids=(0,),
-            sampling=SamplingParams(temperature=0.0),
-            stop=StopParams(max_new_tokens=1),
-            arrival_time=started,
-            priority=_FIRST_PRIORITY,
-        )
-        stream = RequestStream(self._client)
-        try:
-            async with asyncio.timeout(DEEP_SECONDS):
-                self._client.submit(request, stream, is_check=True)
-                async for outputs in stream:
-                    for output in outputs:
-                        if output.finish == "error":
-                            raise error_of(output)
-        except TimeoutError:
-            raise NotReady(f"One token was not computed within {DEEP_SECONDS:g} s.", code="check_failed") from None
-        finally:
-            stream.close()
-        return time.monotonic() - started
+
+async def _run(client: EngineClient) -> float:
+    started = time.monotonic()
+    request = GenerationRequest(
+        request_id=secrets.token_hex(12),
+        prompt_token_ids=(0,),
+        sampling=SamplingParams(temperature=0.0),
+        stop=StopParams(max_new_tokens=1),
+        arrival_time=started,
+        priority=_FIRST_PRIORITY,
+    )
+    stream = RequestStream(client)
+    try:
+        async with asyncio.timeout(DEEP_SECONDS):
+            client.submit(request, stream, is_check=True)
+            async for outputs in stream:
+                for output in outputs:
+                    if output.finish == "error":
+                        raise error_of(output)
+    except TimeoutError:
+        raise NotReady(f"One token was not computed within {DEEP_SECONDS:g} s.", code="check_failed") from None
+    finally:
+        stream.close()
+    return time.monotonic() - started

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+from fastapi import Request
+
 from quire_engine.types import Adapter, BeamParams, GenerationRequest, SamplingParams, ThinkingParams
 from quire_server.answering.caller import Caller
 from quire_server.answering.choice import TextOptions
@@ -27,8 +29,9 @@ from quire_server.answering.options import (
     ToolOptions,
 )
 from quire_server.answering.sampling import ModelLimits, resolve_sampling, resolve_stop, with_defaults, with_seed
-from quire_server.errors import BadRequest, ModelNotFound, Unsupported
-from quire_server.state import ServerState
+from quire_server.errors import BadRequest, Unsupported
+from quire_server.metrics.request_record import CURRENT
+from quire_server.state import ServerState, choose, state_of
 from quire_server.text.infilling import Infilling, Parts
 from quire_server.text.parsing.formats import FORCED
 from quire_server.text.parsing.reply_parser import ReplyParser
@@ -286,13 +289,21 @@ class Job:
     headers: dict[str, str]
 
 
-def admit(state: ServerState, model: str | None) -> None:
-    """The checks that need only the model's name. Raises NotReady, ModelNotFound."""
+def admit(request: Request, model: str | None) -> ServerState:
+    """The checks that need only the model's name, by which the request is for that model. Raises NotReady,
+    ModelNotFound.
+    """
+    state = state_of(request)
     if state.draining:
         state.metrics.reject("draining")
         raise state.refusal()
-    if not state.knows_model(model):
-        raise ModelNotFound(model or "")
+    state = choose(request, model)
+    if state.catalog is not None:
+        state.catalog.use(state)
+        story = CURRENT.get()
+        if story is not None:
+            story.model = state.model_names[0]
+    return state
 
 
 async def prepare(state: ServerState, options: GenerationOptions, caller: Caller | None = None) -> Job:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from quire_engine.errors import QuireError
 from quire_engine.link_security import link_security
@@ -18,7 +19,7 @@ from quire_server.engine.nodes.addresses import parse_sources
 from quire_server.flags import ENGINE, SERVE, check_command_line
 from quire_server.http.tls import tls_context
 from quire_server.logs.output import check_tracing
-from quire_server.settings import DEMO_MODEL, Settings
+from quire_server.settings import DEMO_MODEL, Settings, SettingsError, several_models
 
 _NAME = "config check"
 
@@ -69,18 +70,23 @@ def _problems(settings: Settings, notes: list[str]) -> Iterator[str]:
         if settings.engines:
             parse_sources(settings.engines)
 
-    def model() -> None:
+    def model(settings: Settings) -> None:
         named = [("--model", settings.model)] if settings.model != DEMO_MODEL and not settings.engines else []
         named += [("--tokenizer", settings.tokenizer)] if settings.tokenizer is not None else []
         for setting, name in named:
             note = check_location(name, settings.model_impl, setting)
             notes.extend([note] if note else [])
 
+    try:
+        models = [entry.settings for entry in several_models(settings)] or [settings]
+    except SettingsError as error:
+        models = []
+        yield from error.lines
     checks: tuple[Callable[[], object], ...] = (
         lambda: tls_context(settings),
         lambda: check_tracing(settings.otlp_traces_endpoint),
         links,
-        model,
+        *(partial(model, each) for each in models),
     )
     for check in checks:
         try:

@@ -45,7 +45,7 @@ class EngineConnection(asyncio.Protocol):
         self.progressed = False  # whether a step has brought outputs
         self.progress: LoadProgress | None = None  # the latest progress of its start
         self.progressed_at = time.monotonic()  # when that came; before it, the time of the launch or start
-        self._on_step = on_step
+        self.on_step = on_step
         self._decoder = FrameDecoder()
         self._transport: asyncio.Transport | None = None
         loop = asyncio.get_running_loop()
@@ -117,7 +117,7 @@ class EngineConnection(asyncio.Protocol):
                     case StepOutput():
                         self._latest = frame
                         self.progressed = self.progressed or bool(frame.outputs)
-                        self._on_step(frame)
+                        self.on_step(frame)
                     case EngineHealth():
                         self._latest = frame
                     case LoadProgress():

@@ -22,7 +22,7 @@ from quire_engine.types import (
     TokenOutput,
 )
 from quire_server.engine.admission import QueueLimits, RetryLine, SeatMeter, TenantGate, TtftGate
-from quire_server.engine.budgets import Budget, budgets_of
+from quire_server.engine.budgets import LONGEST_SECONDS, Budget, budgets_of
 from quire_server.engine.recovery import Quarantine
 from quire_server.engine.tenants import Tenant
 from quire_server.errors import BudgetSpent, DeadlineExceeded, QueueFull, RequestQuarantined, ShuttingDown
@@ -196,6 +196,9 @@ class EngineClient:
         self._clock = clock
         self._seats = SeatMeter(self._num_seats)
         self._retry_line = RetryLine()
+        self.seconds_until_engine: Callable[[], float] = lambda: (
+            0.0
+        )  # where the engine may be absent: until it is there
         self._idle = asyncio.Event()
         self._idle.set()
         port.on_step = self.on_step
@@ -340,10 +343,14 @@ class EngineClient:
         While all seats are taken, `underway` requests count as queued already, except for a few. Otherwise only the
         requests that came `lately` count.
         """
-        taken = self._sequences - self._num_held
-        if self._closed or not is_full(taken, self._num_seats, self._limits.max_sequences, lately, underway):
+        if self._closed or not self.is_full(lately, underway):
             return None
         return self._refusal("max_num_queued_reqs", 1)
+
+    def is_full(self, lately: int = 0, underway: int = 0) -> bool:
+        """Whether `refusal` would refuse."""
+        taken = self._sequences - self._num_held
+        return is_full(taken, self._num_seats, self._limits.max_sequences, lately, underway)
 
     def _watch(self, request: GenerationRequest) -> None:
         """End the request at its deadline, also while no engine runs."""
@@ -421,4 +428,5 @@ class EngineClient:
         now = self._clock()
         waiting = max(self._sequences - self._num_held - self._num_seats, 0)
         wait = self._retry_line.wait(now, sequences=sequences, waiting=waiting, rate=self._seats.rate(now))
+        wait = min(wait + self.seconds_until_engine(), LONGEST_SECONDS)
         return QueueFull("the server is at capacity: its queue is full", retry_after_seconds=wait)

@@ -7,7 +7,7 @@ child.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Literal, TypeVar
 
@@ -27,7 +27,12 @@ class _Refusal(msgspec.Struct):
 
 
 def ask(tool: str, question: object, reply_type: type[T], *, timeout: float | None = None) -> list[T]:
-    """All replies of `quire_engine.tools.TOOL` to one question, after the process has ended.
+    """All replies of `quire_engine.tools.TOOL` to one question, after the process has ended. Raises as `ask_each`."""
+    return ask_each(tool, [question], reply_type, timeout=timeout)
+
+
+def ask_each(tool: str, questions: Sequence[object], reply_type: type[T], *, timeout: float | None = None) -> list[T]:
+    """The same for several questions, which one process answers.
 
     Raises ConfigError or ModelLoadError as the tool does, EngineDead if it crashes or takes longer than `timeout`
     seconds.
@@ -35,7 +40,7 @@ def ask(tool: str, question: object, reply_type: type[T], *, timeout: float | No
     try:
         process = subprocess.run(
             module_command(f"quire_engine.tools.{tool}"),
-            input=msgspec.json.encode(question) + b"\n",
+            input=b"".join(msgspec.json.encode(question) + b"\n" for question in questions),
             stdout=subprocess.PIPE,
             check=False,
             process_group=0,

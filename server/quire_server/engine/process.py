@@ -20,6 +20,7 @@ from typing import Any
 from quire_engine.config import EngineConfig, EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
 from quire_engine.machine import PARENTS_SIGNALS, is_stopped, num_oom_kills, work_done
+from quire_engine.process.transport import encode_frame
 from quire_engine.types import StepOutput
 from quire_server.engine.connection import EngineConnection
 
@@ -44,13 +45,11 @@ class EngineProcess(EngineConnection):
         on_step: Callable[[StepOutput], None],
         *,
         stderr: int | None = None,
-        memory_fd: int | None = None,
         cpus: Sequence[int] = (),
     ) -> None:
-        """Launch `program FD PARENT_PID [MEMORY_FD]`. Raises EngineDead where that is not possible.
+        """Launch `program FD PARENT_PID`. Raises EngineDead where that is not possible.
 
         `stderr`: the child's descriptor for it; None: the server's own, where a slow reader makes the engine wait.
-        `memory_fd`: a memory file for packed weights, empty or filled by the process before.
         `cpus`: hardware threads that it runs on; empty: the server's own.
         """
         super().__init__(on_step)
@@ -59,22 +58,27 @@ class EngineProcess(EngineConnection):
         self._killed_by_us = False
         self._oom_kills = num_oom_kills()
         try:
-            self._child, self._socket = _launch(program, stderr, memory_fd)
+            self._child, self._socket = _launch(program, stderr)
         except OSError as error:
             raise EngineDead(f"the engine process could not be launched: {error}") from error
         if cpus and hasattr(os, "sched_setaffinity"):
             with contextlib.suppress(OSError):  # it has ended, or a container forbids it: then the system chooses
                 os.sched_setaffinity(self._child.pid, cpus)
 
-    async def start(self, config: EngineConfig, stall_seconds: float = 60.0) -> EnginePlan:
+    async def start(
+        self, config: EngineConfig, stall_seconds: float = 60.0, *, memory_fd: int | None = None
+    ) -> EnginePlan:
         """Build the engine. Raises ConfigError or ModelLoadError as the engine does, EngineDead if the process ends.
 
-        A start without progress for `stall_seconds` is killed.
+        A start without progress for `stall_seconds` is killed. `memory_fd`: a memory file for packed weights, empty or
+        filled by the process before.
         """
         self.progressed_at = self._heard = self._seen = time.monotonic()  # a spare process was launched long before
         try:
+            with contextlib.suppress(OSError):  # it has ended, which shows at once
+                # The first bytes bring the descriptor along, before the transport has the socket.
+                socket.send_fds(self._socket, [encode_frame(config)], [] if memory_fd is None else [memory_fd])
             await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
-            self.send(config)
             await self._watch_start(stall_seconds)
         except asyncio.CancelledError:
             await self.reap(grace_seconds=0.0)
@@ -200,18 +204,15 @@ class EngineProcess(EngineConnection):
         self._child.kill()
 
 
-def _launch(
-    program: Sequence[str], stderr: int | None, memory_fd: int | None
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _launch(program: Sequence[str], stderr: int | None) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
         try:
             for end in (ours, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
             ours.setblocking(False)
-            memory = () if memory_fd is None else (memory_fd,)
-            command = [*program, *map(str, (theirs.fileno(), os.getpid(), *memory))]
-            handed_on = (theirs.fileno(), *memory)
+            command = [*program, str(theirs.fileno()), str(os.getpid())]
+            handed_on = (theirs.fileno(),)
             # Popen, not asyncio's: only this object reaps the child, and spawning takes about a millisecond.
             # A group of its own, which a Ctrl-C in the terminal does not reach. A signal to all processes of a service,
             # or before the child has that group, stays pending there until the child ignores it.

@@ -65,6 +65,11 @@ class Recovery:
         return len(self._journal)
 
     @property
+    def num_going(self) -> int:
+        """Live requests that are not held."""
+        return sum(not entry.held for entry in self._journal.values())
+
+    @property
     def has_suspects(self) -> bool:
         """Whether new requests must wait, for the probe or for suspects."""
         return self._proving or self._probation is not None or bool(self.waiting)
@@ -217,6 +222,14 @@ class Recovery:
         self._probation = None
         self._suspect_left = self._proving = False
         return guilty
+
+    def set_aside(self) -> None:
+        """The engine has ended by order, which is held against no request: all wait, in the order of arrival."""
+        for entry in self._journal.values():
+            entry.in_flight = False
+        self.waiting = deque(name for name, entry in self._journal.items() if not entry.held)
+        self._probation = None
+        self._suspect_left = self._proving = False
 
     def out_of_reach(self) -> None:
         """Nothing is known of the engine any more, which is held against no request: others will go on with them."""

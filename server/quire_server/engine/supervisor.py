@@ -26,6 +26,8 @@ ANSWER_SECONDS = 10.0  # most seconds to answer a question, which waits for the 
 _QUIET_SECONDS = 2.5  # an idle engine sends a heartbeat every second
 _UNREADY = 0.4  # share of the hang limit after which the server is not ready for requests
 
+FILES_CHANGED = "the model's files changed on disk since the start"
+
 log = logging.getLogger("quire.supervisor")
 
 
@@ -46,8 +48,9 @@ class Supervisor:
         weights: WeightsMemory | None = None,
         quarantine: Quarantine | None = None,
         listener: CacheListener | None = None,
+        spare: Spare | None = None,
     ) -> None:
-        """`cpus`: hardware threads of its engines; empty: all. `weights`, `quarantine`: shared with others.
+        """`cpus`: hardware threads of its engines; empty: all. `weights`, `quarantine`, `spare`: shared with others.
 
         `listener`: learns of the engines' caches, and ends with them.
         """
@@ -74,7 +77,7 @@ class Supervisor:
         self._cpus = tuple(cpus)
         # Shared by all engine processes, so that a restart needs no load.
         self._weights = WeightsMemory() if weights is None else weights
-        self._spare = Spare(self._new_process, self._policy.spare_seconds)
+        self._spare = Spare(self._new_process, self._policy.spare_seconds) if spare is None else spare
         self._starts = 0
         self._recovery = Recovery()
         self._watch: asyncio.Task[None] | None = None
@@ -234,6 +237,9 @@ class Supervisor:
         if self.state is EngineState.STOPPED:
             await process.reap(grace_seconds=0.0)
             raise EngineDead("the engine was stopped while it started")
+        if self._checkpoint and plan.checkpoint != self._checkpoint:
+            await process.reap(grace_seconds=0.0)
+            raise ModelLoadError(FILES_CHANGED)
         self._checkpoint = plan.checkpoint
         self.plan = plan
         self._config = for_later_engines(self._config, plan)
@@ -265,14 +271,15 @@ class Supervisor:
             self._fail(entry, "the server is shutting down")
 
     def _new_process(self) -> EngineProcess:
-        memory_fd = self._weights.for_next_engine()
-        return EngineProcess(self._program, self._deliver, stderr=self._stderr, memory_fd=memory_fd, cpus=self._cpus)
+        return EngineProcess(self._program, self._deliver, stderr=self._stderr, cpus=self._cpus)
 
     async def _launch(self) -> tuple[EngineProcess, EnginePlan]:
         process = self._process = self._spare.take() or self._new_process()
+        process.on_step = self._deliver
         self._starts += 1
         config = replace(self._config, faults=faults_of_start(self._config.faults, self._starts))
-        return process, await process.start(config, self._policy.start_seconds)
+        memory_fd = self._weights.for_next_engine()
+        return process, await process.start(config, self._policy.start_seconds, memory_fd=memory_fd)
 
     async def _first_start(self) -> tuple[EngineProcess, EnginePlan]:
         while True:
@@ -349,7 +356,7 @@ class Supervisor:
             self._budget.started()
             if plan.checkpoint != self._checkpoint:
                 # Resuming on other weights would splice two models into one answer.
-                self._give_up("the model's files changed on disk since the start")
+                self._give_up(FILES_CHANGED)
                 return None
             self.plan = plan
             if self._listener is not None:
@@ -414,6 +421,7 @@ class EngineState(Enum):
     READY = "ready"
     RESTARTING = "restarting"
     STOPPED = "stopped"
+    ASLEEP = "asleep"  # there is none until requests or an operator want it
     DEAD = "dead"  # given up; the server exits with 70
     LOST = "lost"  # on another machine, which cannot be reached
 
@@ -423,6 +431,7 @@ _TROUBLE = {
     EngineState.READY: None,
     EngineState.RESTARTING: "engine restarting",
     EngineState.STOPPED: "engine stopped",
+    EngineState.ASLEEP: "engine asleep",
     EngineState.DEAD: "engine dead",
     EngineState.LOST: "node lost",
 }
@@ -525,6 +534,11 @@ class WeightsMemory:
             with suppress(OSError, AttributeError):
                 self._fd = os.memfd_create("quire-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         return self._fd
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the next engine takes its weights from here."""
+        return self._fd is not None and _is_sealed(self._fd)
 
     def __del__(self) -> None:
         self.close()

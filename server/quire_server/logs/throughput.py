@@ -14,10 +14,10 @@ from quire_server.metrics.metrics import Metrics, Throughput
 log = logging.getLogger("quire.stats")
 
 
-async def log_throughput(metrics: Metrics, interval: float) -> None:
+async def log_throughput(metrics: Metrics, interval: float, model: str = "") -> None:
     """Log a line every `interval` seconds while requests run, and one after they have ended. Until cancelled.
 
-    An interval of 0 is never.
+    An interval of 0 is never. `model`: of several, whose name begins the line.
     """
     if interval <= 0:
         return
@@ -29,7 +29,7 @@ async def log_throughput(metrics: Metrics, interval: float) -> None:
         clock += elapsed
         active = now.running + now.waiting > 0 or now.generated > before.generated or now.computed > before.computed
         if active or was_active:
-            log.info("%s", throughput_line(before, now, elapsed))
+            log.info("%s%s", f"{model}: " if model else "", throughput_line(before, now, elapsed))
         before, was_active = now, active
 
 

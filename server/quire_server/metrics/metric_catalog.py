@@ -7,8 +7,9 @@ loop, HTTP.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import Literal
+from typing import Literal, get_args
 
 from quire_engine.config import EnginePlan
 from quire_engine.drafts import MOST_DRAFTS
@@ -23,6 +24,9 @@ REJECT_REASONS = (
     *("max_num_queued_reqs", "max_num_queued_tokens", "draining", "tenant", "slo_ttft"),
     *("max_text_bytes_queued", "max_reply_bytes_waiting"),
 )
+
+ModelState = Literal["unloaded", "loading", "loaded", "unloading", "sleeping", "restarting", "failed"]
+ModelEnd = Literal["idle", "memory", "order"]  # why its engine ends
 
 # The usual buckets of LLM servers, so that dashboards carry over, with a finer low end for small models.
 TTFT_SECONDS = (
@@ -784,3 +788,49 @@ class BatchMetrics:
     def line(self, ok: bool) -> None:
         """A line has got its result."""
         self._lines.inc(1, "completed" if ok else "failed")
+
+
+class ModelMetrics:
+    """Where one of several models is; without others nothing is exported."""
+
+    def __init__(self, values: Values) -> None:
+        # Called at each scrape: the state, and the bytes that it takes; None: there are no others.
+        self.now: Callable[[], tuple[ModelState, int]] | None = None
+        self._state = values.gauge(
+            "quire_model_state",
+            "1 for the state that a model is in, of several: unloaded, loading, loaded, unloading, sleeping,"
+            " restarting or failed.",
+            ("state",),
+            children=(),
+        )
+        self._memory = values.gauge(
+            "quire_model_memory_bytes", "Bytes of --model-memory that a model takes, of several.", children=()
+        )
+        self._loads = values.counter(
+            "quire_model_loads", "Starts of a model's engine from memory or disk, of several.", children=()
+        )
+        self._ends = values.counter(
+            "quire_model_ends",
+            "Ends of a model's engine, of several, by cause: idle, memory for another model, or an operator's order.",
+            ("cause",),
+        )
+
+    def show(self) -> None:
+        """Set what is read when it is asked for."""
+        if self.now is None:
+            return
+        state, num_bytes = self.now()
+        for name in get_args(ModelState):
+            self._state.set(float(name == state), name)
+        self._memory.set(num_bytes)
+        self._loads.inc(0)
+        for cause in get_args(ModelEnd):
+            self._ends.inc(0, cause)
+
+    def loaded(self) -> None:
+        """The engine has started."""
+        self._loads.inc()
+
+    def ended(self, cause: ModelEnd) -> None:
+        """The engine has ended."""
+        self._ends.inc(1, cause)

@@ -15,6 +15,8 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from quire_engine.config import EnginePlan
 from quire_engine.types import WAIT_REASONS
@@ -27,6 +29,7 @@ from quire_server.metrics.metric_catalog import (
     BatchMetrics,
     EngineMetrics,
     MinuteMetrics,
+    ModelMetrics,
     PlanMetrics,
     RequestMetrics,
 )
@@ -82,9 +85,11 @@ class Metrics:
         self._plan = PlanMetrics(values)
         self._minute = MinuteMetrics(values)
         self.tenants = TenantMetrics(values, tenants)
-        self._adapters = AdapterMetrics(values)
-        self.batches = BatchMetrics(values)
-        self.observe_step = self._engine.observe  # once per step
+        self._adapters, self.models, self.batches = AdapterMetrics(values), ModelMetrics(values), BatchMetrics(values)
+        self.observe_step, self.load_took = (
+            self._engine.observe,
+            self._plan.load_seconds.set,
+        )  # once per step; per start
         self.engine_restarted = self._engine.restarted
         self.api_server_restarted = values.counter(
             "quire_api_server_restarts", "API servers that were started again, with --api-server-count 2 or more."
@@ -129,6 +134,7 @@ class Metrics:
         self._connections = values.gauge("quire_http_connections", "Connections that are open.")
         self._body_bytes = values.gauge("quire_http_body_bytes", "Bytes of large request bodies that are held.")
         self.connections, self.body_bytes = self._connections.set, self._body_bytes.set
+        self.load_took = self._plan.load_seconds.set  # seconds of an engine's start
         self.bytes_waiting: Callable[[], int] = lambda: 0  # of replies; read at each scrape
         self._waiting_bytes = values.gauge(
             "quire_reply_bytes_waiting",
@@ -255,9 +261,14 @@ class Metrics:
 
     def render(self, load_ratio: float = 1.0) -> bytes:
         """The exposition in the text format; `load_ratio`: the progress of the engine's start."""
+        return generate_latest(_Collected(self.families(load_ratio)))
+
+    def families(self, load_ratio: float) -> list[Metric]:
+        """The values of all metrics as they are now."""
         self._load_ratio.set(load_ratio)
         self._engine.show(time.monotonic())
         self._adapters.show(self._engine.state)
+        self.models.show()
         self.replicas.show(self.replica_rows(), self.replicas_wanted())
         self.read_gauges()
         own = [each.get() for each in self.shared.gauges]
@@ -266,7 +277,7 @@ class Metrics:
                 gauge.set(gauge.get() + value)
         self._lost_lines.values[()] = self._lost_gauge.get()
         try:
-            return generate_latest(self.registry)
+            return list(self.registry.collect())
         finally:
             for gauge, value in zip(self.shared.gauges, own, strict=True):
                 gauge.set(value)
@@ -280,6 +291,30 @@ class Metrics:
     def aborted(self, num_requests: int) -> None:
         """So many requests have ended with the process that had their clients."""
         self._requests.finished.inc(num_requests, "abort")
+
+
+class _Collected(Collector):
+    """Values that were collected before."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def render_several(each: Iterable[tuple[Metrics, float]]) -> bytes:
+    """The exposition of several models together, each with the progress of its engine's start.
+
+    A metric is one family with the samples of all models by `model_name`; metrics of the process come once.
+    """
+    families: dict[str, Metric] = {}
+    for metrics, load_ratio in each:
+        for family in metrics.families(load_ratio):
+            known = families.setdefault(family.name, family)
+            if known is not family and any("model_name" in sample.labels for sample in family.samples):
+                known.samples.extend(family.samples)
+    return generate_latest(_Collected(families.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -242,6 +242,7 @@ class RequestStory:
 
     carrier: dict[str, str] = field(default_factory=dict)  # trace context headers of the request
     account: str = ""  # the tenant or key that its tokens are counted for
+    model: str = ""  # of several, the one that it has chosen
     records: list[RequestRecord] = field(default_factory=list)
 
     def summaries(self) -> list[RequestSummary]:

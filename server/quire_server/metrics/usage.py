@@ -73,10 +73,17 @@ class UsageBook:
         self._day_number = -1
         self._changed = True
         self._failing = False
+        self._whole = self  # the book of the file, where this is a part of it
         self._writing = Lock()
         self._lock_file = -1
         if file is not None:
             self._open(file)
+
+    def beside(self, model: str) -> UsageBook:
+        """The book of another model of the same server: its counts are in this one's days and file."""
+        other = UsageBook(model, clock=self._clock)
+        other._since, other._days, other._whole = self._since, self._days, self
+        return other
 
     @property
     def since(self) -> str:
@@ -86,7 +93,7 @@ class UsageBook:
     @property
     def survives_restart(self) -> bool:
         """Whether the counts are kept in a file."""
-        return self._file is not None
+        return self._whole._file is not None
 
     @property
     def now(self) -> datetime:
@@ -111,7 +118,7 @@ class UsageBook:
         counts.prompt_tokens += prompt
         counts.cached_tokens += cached
         counts.output_tokens += output
-        self._changed = True
+        self._whole._changed = True
 
     def tokens(self, tenant: str, since: date) -> int:
         """Prompt and output tokens of a tenant from a day on."""

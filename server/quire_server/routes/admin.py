@@ -6,11 +6,12 @@ Every order is answered with its effect, and logged: `logs.requests` has a line 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from datetime import date
 from typing import Annotated, Any, Self
 
 import msgspec
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -21,7 +22,7 @@ from quire_server.http.body import json_body
 from quire_server.http.credentials import Reloaded
 from quire_server.http.openapi import error_response
 from quire_server.routes.usage import UsageReply, usage_reply
-from quire_server.state import ServerState, state_of
+from quire_server.state import ServerState, choose_by_query, state_of
 
 RETRY_SECONDS = 2.0  # an engine restart takes about as long
 
@@ -108,7 +109,7 @@ async def drain(request: Request) -> DrainStatus:
     if not state.draining:
         state.draining = True
         await state.settle()
-        log.warning("draining by order: no new requests are taken; %d are unfinished", state.client.in_flight)
+        log.warning("draining by order: no new requests are taken; %d are unfinished", state.in_flight)
     return _status(state)
 
 
@@ -128,17 +129,16 @@ async def undo_drain(request: Request) -> DrainStatus:
 @router.post("/abort", responses={NotRemembered.status: error_response(NotRemembered)})
 async def abort(order: Order, request: Request) -> Aborted:
     """End requests: their clients get an error, and their memory is free at once."""
-    state = state_of(request)
     request.scope["state"]["arguments"] = order.model_dump(exclude_defaults=True)
-    chosen = _chosen(state, order)
-    for request_id in chosen:
+    chosen = _chosen(state_of(request).every, order)
+    for state, request_id in chosen:
         state.client.end(request_id, "the operator has ended the request", AbortedByOperator.default_code)
     log.warning("%d requests were ended by order", len(chosen))
-    names = dict.fromkeys(state.names.name(request_id) or request_id for request_id in chosen)
+    names = dict.fromkeys(state.names.name(request_id) or request_id for state, request_id in chosen)
     return Aborted(num_aborted=len(chosen), request_ids=list(names))
 
 
-@router.post("/reset-prefix-cache", responses=_NOT_READY)
+@router.post("/reset-prefix-cache", responses=_NOT_READY, dependencies=[Depends(choose_by_query)])
 async def reset_prefix_cache(request: Request) -> CacheDropped:
     """Forget all cached prefixes: in the pool, in host memory and on disk.
 
@@ -203,17 +203,17 @@ def _order_replica(state: ServerState, name: str, *, draining: bool) -> ReplicaS
     return ReplicaStatus.model_validate(row, from_attributes=True)
 
 
-def _chosen(state: ServerState, order: AbortOrder) -> list[str]:
-    """The engine's ids of the live requests that an order names. Raises NotRemembered."""
-    live = state.client.live()
+def _chosen(states: Sequence[ServerState], order: AbortOrder) -> list[tuple[ServerState, str]]:
+    """The live requests that an order names, by the engine's ids, with their models' states. Raises NotRemembered."""
+    live = [(state, each) for state in states for each in state.client.live()]
     if order.request_id is None:
-        return [each.request_id for each in live if order.all or each.tenant == order.tenant]
-    wanted = set(state.names.find(order.request_id))
-    found = [each.request_id for each in live if each.request_id in wanted]
+        return [(state, each.request_id) for state, each in live if order.all or each.tenant == order.tenant]
+    wanted = {name for state in states for name in state.names.find(order.request_id)}
+    found = [(state, each.request_id) for state, each in live if each.request_id in wanted]
     if not found:
         raise NotRemembered("No unfinished request has this id.")
     return found
 
 
 def _status(state: ServerState) -> DrainStatus:
-    return DrainStatus(draining=state.draining, in_flight=state.client.in_flight)
+    return DrainStatus(draining=state.draining, in_flight=state.in_flight)

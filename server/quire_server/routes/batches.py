@@ -51,13 +51,18 @@ def batch_service(state: ServerState, app: ASGIApp, *, max_line_bytes: int) -> B
     async def send(owner: Owner, endpoint: str, body: bytes) -> Answer:
         return await _send(state, app, owner, endpoint, body)
 
+    def num_seats() -> int:
+        return sum(each.client.num_seats for each in state.every)
+
     limits = state.client.plan.scheduler.limits
     store = BatchStore(folder)
     server = Server(
         send=send,
-        num_seats=lambda: state.client.num_seats,
-        least_seats=lambda: max(1, int(limits.batch_min_share * state.client.num_seats)),
-        is_live=lambda: any(each.service_class == "interactive" for each in state.client.live()),
+        num_seats=num_seats,
+        least_seats=lambda: max(1, int(limits.batch_min_share * num_seats())),
+        is_live=lambda: any(
+            each.service_class == "interactive" for model in state.every for each in model.client.live()
+        ),
         is_draining=lambda: state.draining,
         knows_model=state.knows_model,
         max_line_bytes=max_line_bytes,

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import Response
 
 from quire_engine.errors import QuireError, Unanswerable
 from quire_server.errors import NotReady, NotRemembered
 from quire_server.http.openapi import error_response
-from quire_server.state import ServerState, state_of
+from quire_server.state import ServerState, choose_by_query, state_of
 
 RETRY_SECONDS = 2.0  # an engine restart takes about as long
 MOST_STEPS = 256
@@ -22,7 +22,7 @@ MOST_STEPS = 256
 _NOT_READY: dict[int | str, dict[str, Any]] = {NotReady.status: error_response(NotReady)}
 _NOT_KNOWN: dict[int | str, dict[str, Any]] = {**_NOT_READY, NotRemembered.status: error_response(NotRemembered)}
 
-router = APIRouter(prefix="/debug", tags=["debug"])
+router = APIRouter(prefix="/debug", tags=["debug"], dependencies=[Depends(choose_by_query)])
 
 ReplicaName = Annotated[
     str, Query(max_length=280, description="one of several replicas, by its number or address; else the first")

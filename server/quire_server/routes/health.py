@@ -6,15 +6,15 @@ They answer in milliseconds whatever the engine does, except the deep one; the o
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel
 
 from quire_server.answering.deep_check import DeepCheck
 from quire_server.errors import NotReady
 from quire_server.http.openapi import error_response
-from quire_server.state import state_of
+from quire_server.state import choose, choose_by_query, state_of
 
 router = APIRouter(tags=["health"])
 
@@ -51,26 +51,29 @@ async def live(request: Request) -> Health:
 @router.get("/ping", responses=_NOT_READY)
 @router.get("/health/ready", responses=_NOT_READY)
 @router.get("/health", responses=_NOT_READY)
-async def ready(request: Request) -> Health:
+async def ready(
+    request: Request,
+    model: Annotated[str | None, Query(max_length=4096, description="of several, this one: is it loaded")] = None,
+) -> Health:
     """The server accepts requests. A failure means: send requests elsewhere for now; the code has the reason."""
-    state = state_of(request)
-    reason = state.unready_reason()
+    state = state_of(request) if model is None else choose(request, model)
+    reason = state.server_unready_reason() if model is None else state.unready_reason()
     if reason is not None:
         raise _not_ready("Not ready", reason, close=state.draining)
     return Health(status="ready")
 
 
-@router.get("/health/deep", responses=_NOT_READY)
+@router.get("/health/deep", responses=_NOT_READY, dependencies=[Depends(choose_by_query)])
 async def deep(request: Request) -> DeepHealth:
     """Computes one token, at most once at a time. Needs a key where requests do."""
     check: DeepCheck = request.app.state.deep_check
-    return DeepHealth(status="computes", seconds=round(await check.seconds(), 4))
+    return DeepHealth(status="computes", seconds=round(await check.seconds(state_of(request).client), 4))
 
 
 @router.get("/load")
 async def load(request: Request) -> Load:
     """The requests that are queued or running, as balancers for vLLM ask for them."""
-    return Load(server_load=state_of(request).client.in_flight)
+    return Load(server_load=state_of(request).in_flight)
 
 
 @router.get("/version")

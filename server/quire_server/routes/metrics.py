@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
+from quire_server.metrics.metrics import render_several
 from quire_server.state import state_of
 
 router = APIRouter(tags=["metrics"])
@@ -14,4 +15,8 @@ router = APIRouter(tags=["metrics"])
 async def scrape(request: Request) -> Response:
     state = state_of(request)
     await state.settle()
-    return Response(state.metrics.render(state.load_ratio()), media_type=state.metrics.content_type)
+    if state.catalog is None:
+        text = state.metrics.render(state.load_ratio())
+    else:
+        text = render_several((each.metrics, each.load_ratio()) for each in state.every)
+    return Response(text, media_type=state.metrics.content_type)

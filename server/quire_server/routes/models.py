@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from quire_server.errors import ModelNotFound
 from quire_server.http.openapi import error_response
+from quire_server.metrics.metric_catalog import ModelState
 from quire_server.state import ServerState, state_of
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
@@ -22,6 +23,7 @@ class Model(BaseModel):
     owned_by: Literal["quire"] = "quire"
     root: str  # the first name of the same model; of an adapter its directory
     parent: str | None = None  # of an adapter the model that it adds to
+    state: ModelState  # whether it is in memory; a request loads a model that is not
     max_model_len: int  # tokens of prompt and answer together
     default_sampling_params: dict[str, float]  # of requests that bring none: the model's own
     # For Anthropic's clients:
@@ -43,16 +45,14 @@ class ModelList(BaseModel):
 @router.get("")
 async def list_models(request: Request) -> ModelList:
     state = state_of(request)
-    names = (*state.model_names, *state.adapters)
-    return ModelList(data=[_model(state, name) for name in names], first_id=names[0], last_id=names[-1])
+    data = [_model(each, name) for each in state.every for name in (*each.model_names, *each.adapters)]
+    return ModelList(data=data, first_id=data[0].id, last_id=data[-1].id)
 
 
 @router.get("/{model_id:path}", responses={ModelNotFound.status: error_response(ModelNotFound)})
 async def retrieve_model(model_id: str, request: Request) -> Model:
-    state = state_of(request)
-    if (
-        model_id not in state.model_names and model_id not in state.adapters
-    ):  # here an empty name does not mean the default
+    state = state_of(request).find(model_id)
+    if state is None or not model_id:  # here an empty name does not mean the default
         raise ModelNotFound(model_id)
     return _model(state, model_id)
 
@@ -64,6 +64,7 @@ def _model(state: ServerState, name: str) -> Model:
         id=name,
         created=started,
         root=state.model_names[0] if served is None else served.adapter.path,
+        state=state.residency,
         parent=None if served is None else served.parent or state.model_names[0],
         max_model_len=state.max_model_len,
         default_sampling_params=state.defaults.shown,

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Self
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from quire_server.answering.prepare import notes
 from quire_server.dialects.common import FEW_PARTS
 from quire_server.dialects.tools import MAX_TOOLS
-from quire_server.errors import BadRequest, ModelNotFound
+from quire_server.errors import BadRequest
 from quire_server.http.body import LongList, json_body
 from quire_server.http.disconnect import unless_client_gone
 from quire_server.http.json_text import (
@@ -24,7 +24,7 @@ from quire_server.http.json_text import (
     pieces_of_text,
 )
 from quire_server.http.large_reply import PiecedReply
-from quire_server.state import ServerState, state_of
+from quire_server.state import ServerState, choose, choose_by_query, state_of
 
 router = APIRouter(tags=["tokens"])
 
@@ -80,8 +80,7 @@ class DetokenizeResponse(BaseModel):
 
 @router.post("/tokenize", response_model=TokenizeResponse)
 async def tokenize(body: Annotated[TokenizeRequest, json_body(TokenizeRequest)], request: Request) -> Response:
-    state = state_of(request)
-    _check_model(state, body.model)
+    state = choose(request, body.model)
     headers = notes(state, _unknown(body), body.messages or (), body.chat_template_kwargs)
     ids = await unless_client_gone(request, _ids(state, body))
     fields = {
@@ -99,8 +98,7 @@ async def tokenize(body: Annotated[TokenizeRequest, json_body(TokenizeRequest)],
 
 @router.post("/detokenize", response_model=DetokenizeResponse)
 async def detokenize(body: Annotated[DetokenizeRequest, json_body(DetokenizeRequest)], request: Request) -> Response:
-    state = state_of(request)
-    _check_model(state, body.model)
+    state = choose(request, body.model)
     headers = notes(state, _unknown(body))
     text = await unless_client_gone(request, _text_of(state, body.tokens))
     held = state.replies.hold()
@@ -108,15 +106,10 @@ async def detokenize(body: Annotated[DetokenizeRequest, json_body(DetokenizeRequ
     return PiecedReply(pieces_of_object({"prompt": Pieces(pieces_of_text(text))}), held=held, headers=headers)
 
 
-@router.get("/tokenizer_info")
+@router.get("/tokenizer_info", dependencies=[Depends(choose_by_query)])
 async def tokenizer_info(request: Request) -> dict[str, object]:
     """Special tokens and chat template, for clients that render prompts themselves."""
     return state_of(request).tokenizer.info()
-
-
-def _check_model(state: ServerState, name: str | None) -> None:
-    if name is not None and not state.knows_model(name):
-        raise ModelNotFound(name)
 
 
 def _unknown(body: BaseModel) -> list[str]:

@@ -6,6 +6,7 @@ Promises: this module exports all that other folders need. Must not know: torch,
 from quire_server.settings.engine_fields import DEMO_MODEL
 from quire_server.settings.fields import GROUPS, Settings, load_settings, settings_and_problems
 from quire_server.settings.limits import REMOVED, ServerLimits, removed_line
+from quire_server.settings.models_file import ModelEntry, several_models
 from quire_server.settings.sources import ENV_PREFIX, SettingsError, flag_name, suggest
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "ENV_PREFIX",
     "GROUPS",
     "REMOVED",
+    "ModelEntry",
     "ServerLimits",
     "Settings",
     "SettingsError",
@@ -20,5 +22,6 @@ __all__ = [
     "load_settings",
     "removed_line",
     "settings_and_problems",
+    "several_models",
     "suggest",
 ]

@@ -33,6 +33,15 @@ LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidat
 class ServerFields(BaseModel):
     """The last groups of `Settings`."""
 
+    # -- Model, Memory
+    models: Strings = option((), "Model", "several models behind one port: a YAML file, or --model given several times")
+    model_memory: OptionalSize = option(
+        None,
+        "Memory",
+        "what several models take together, loaded or asleep; default: half of what is free",
+        "bytes",
+    )
+
     # -- Listening
     host: str = option("127.0.0.1", "Listening", "address to listen on; 0.0.0.0 is all interfaces")
     port: Annotated[int, Field(ge=0, le=65535)] = option(8000, "Listening", "TCP port; 0 takes a free one")
@@ -116,6 +125,12 @@ class ServerFields(BaseModel):
     )
     failover_wait: Seconds = option(
         30.0, "Lifetime", "streams wait this long for a replica when none is left, then end with replica_lost", "s"
+    )
+    model_turn: PositiveSeconds = option(
+        15.0,
+        "Lifetime",
+        "a busy model keeps its memory so long before its requests are held for another",
+        "s",
     )
     drain_timeout: Seconds = option(30.0, "Lifetime", "after SIGTERM, running requests get this long to finish", "s")
     max_engine_restarts: Annotated[int, Field(ge=0)] = option(

@@ -15,7 +15,6 @@ from quire_server.dialects.common import InputTokens
 from quire_server.http.body import json_body
 from quire_server.http.disconnect import unless_client_gone
 from quire_server.http.openapi import generation_responses
-from quire_server.state import state_of
 
 router = APIRouter(tags=["generation"])
 
@@ -28,14 +27,13 @@ Body = Annotated[ChatCompletionRequest, json_body(ChatCompletionRequest)]
     responses=generation_responses(ChatCompletionResponse, ChatCompletionChunk),
 )
 async def create_chat_completion(body: Body, request: Request) -> Response:
-    admit(state_of(request), body.model)
+    admit(request, body.model)
     return await answer(request, body.options(), ChatRenderer)
 
 
 @router.post("/v1/chat/completions/input_tokens")
 async def count_input_tokens(body: Body, request: Request) -> InputTokens:
     """Count the tokens that the prompt of such a completion would have; nothing is generated."""
-    state = state_of(request)
-    admit(state, body.model)
+    state = admit(request, body.model)
     count = await unless_client_gone(request, count_prompt_tokens(state, body.options()))
     return InputTokens(object="response.input_tokens", input_tokens=count)

@@ -13,7 +13,6 @@ from quire_server.dialects.completions.rendering import CompletionRenderer
 from quire_server.dialects.completions.wire import CompletionChunk, CompletionRequest, CompletionResponse
 from quire_server.http.body import json_body
 from quire_server.http.openapi import generation_responses
-from quire_server.state import state_of
 
 router = APIRouter(tags=["generation"])
 
@@ -24,5 +23,5 @@ Body = Annotated[CompletionRequest, json_body(CompletionRequest)]
     "/v1/completions", response_model=None, responses=generation_responses(CompletionResponse, CompletionChunk)
 )
 async def create_completion(body: Body, request: Request) -> Response:
-    admit(state_of(request), body.model)
+    admit(request, body.model)
     return await answer(request, body.options(), CompletionRenderer)

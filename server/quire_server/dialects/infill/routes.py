@@ -13,7 +13,6 @@ from quire_server.dialects.infill.rendering import InfillRenderer
 from quire_server.dialects.infill.wire import InfillPart, InfillRequest, InfillResponse
 from quire_server.http.body import json_body
 from quire_server.http.openapi import generation_responses
-from quire_server.state import state_of
 
 router = APIRouter(tags=["generation"])
 
@@ -22,5 +21,5 @@ Body = Annotated[InfillRequest, json_body(InfillRequest)]
 
 @router.post("/infill", response_model=None, responses=generation_responses(InfillResponse, InfillPart))
 async def infill(body: Body, request: Request) -> Response:
-    admit(state_of(request), body.model)
+    admit(request, body.model)
     return await answer(request, body.options(), InfillRenderer)

@@ -16,7 +16,6 @@ from quire_server.http.body import json_body
 from quire_server.http.disconnect import unless_client_gone
 from quire_server.http.envelopes import ANTHROPIC_PATH
 from quire_server.http.openapi import generation_responses
-from quire_server.state import state_of
 
 router = APIRouter(prefix=ANTHROPIC_PATH, tags=["generation"])
 
@@ -27,7 +26,7 @@ router = APIRouter(prefix=ANTHROPIC_PATH, tags=["generation"])
     responses=generation_responses(MessageObject, MessageEvent, ending="message_stop, or an error"),
 )
 async def create_message(body: Annotated[MessageRequest, json_body(MessageRequest)], request: Request) -> Response:
-    admit(state_of(request), body.model)
+    admit(request, body.model)
     return await answer(request, body.options(), MessageRenderer, gather=in_order, keep_alive=PING)
 
 
@@ -36,6 +35,5 @@ async def count_tokens(
     body: Annotated[CountTokensRequest, json_body(CountTokensRequest)], request: Request
 ) -> TokenCount:
     """Count the tokens that the prompt of such a message would have; nothing is generated."""
-    state = state_of(request)
-    admit(state, body.model)
+    state = admit(request, body.model)
     return TokenCount(input_tokens=await unless_client_gone(request, count_prompt_tokens(state, body.options())))

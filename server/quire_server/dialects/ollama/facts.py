@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -33,10 +34,21 @@ def running(state: ServerState, name: str) -> RunningModel:
         size=whole,
         digest=digest,
         details=_details(state, name),
-        expires_at=_NEVER,
+        expires_at=_expires(state),
         size_vram=0 if plan.device == "cpu" else whole,
         context_length=state.max_model_len,
     )
+
+
+def _expires(state: ServerState) -> str:
+    """When the model's engine ends unless it is asked again."""
+    if state.catalog is None:
+        return _NEVER
+    engine = state.catalog.models.engines[state.model_names[0]]
+    if engine.idle_limit == float("inf"):
+        return _NEVER
+    at = time.time() + engine.last_used + engine.idle_limit - time.monotonic()
+    return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
 
 
 def shown(state: ServerState, name: str) -> ShownModel:

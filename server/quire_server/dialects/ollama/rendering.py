@@ -127,10 +127,10 @@ class OllamaChatRenderer(OllamaRenderer):
         return {"message": message}
 
 
-def loaded(model: str, *, is_chat: bool) -> dict[str, Any]:
-    """The reply to a request without a prompt, with which clients load a model: it is loaded already."""
+def loaded(model: str, reason: str, *, is_chat: bool) -> dict[str, Any]:
+    """The reply to a request without a prompt, with which clients load a model or let it go: the reason says which."""
     content = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-    return {"model": model, "created_at": now_text(), **content, "done": True, "done_reason": "load"}
+    return {"model": model, "created_at": now_text(), **content, "done": True, "done_reason": reason}
 
 
 def now_text() -> str:

@@ -6,6 +6,7 @@ Promises: what would change an answer and is not supported is refused; what only
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -71,7 +72,12 @@ Format = Annotated[
 ServedName = Annotated[
     str, Field(min_length=1, max_length=256, description=f"a served name, with or without '{LATEST}'")
 ]
-KeepAlive = Annotated[int | float | Annotated[str, Field(max_length=64)] | None, Field(description="without effect")]
+KeepAlive = Annotated[
+    int | float | Annotated[str, Field(max_length=64)] | None,
+    Field(description="of several models: seconds, or a duration such as 10m; 0: away when idle; below 0: for ever"),
+]
+_DURATION = re.compile(r"(-?)((?:\d+(?:\.\d+)?(?:ns|us|µs|ms|h|m|s))+|\d+(?:\.\d+)?)")
+_UNIT_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 Think = bool | Literal["low", "medium", "high", "max"] | None
 
 
@@ -127,6 +133,21 @@ class ModelOptions(WireModel):
 class ModelFields(WireModel):
     model: ServedName
     keep_alive: KeepAlive = None
+
+    def kept_seconds(self) -> float | None:
+        """How long the model is to stay after its last use, seconds; infinity for ever; None: not said.
+
+        Raises BadRequest.
+        """
+        if self.keep_alive is None:
+            return None
+        found = _DURATION.fullmatch(str(self.keep_alive))
+        if found is None:
+            raise BadRequest(
+                "'keep_alive' must be seconds, or a duration such as '10m' or '1h30m'.", param="keep_alive"
+            )
+        parts = re.findall(r"([\d.]+)([a-zµ]*)", found[2])
+        return float("inf") if found[1] else sum(float(number) * _UNIT_SECONDS[unit or "s"] for number, unit in parts)
 
     def reported(self, options: ModelOptions | None = None) -> list[str]:
         """The names of fields without effect. Raises BadRequest for unsupported ones."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from quire_engine.errors import QuireError
 from quire_server.answering.answer import answer
 from quire_server.answering.prepare import admit, notes
 from quire_server.answering.vectors import embedding_lists
@@ -30,8 +31,10 @@ from quire_server.dialects.ollama.request import (
     EmbeddingsRequest,
     EmbedRequest,
     GenerateRequest,
+    ModelFields,
     ShowRequest,
 )
+from quire_server.errors import NotReady
 from quire_server.http.body import json_body
 from quire_server.http.json_text import Pieces, pieces_of_object
 from quire_server.http.large_reply import PiecedReply
@@ -40,25 +43,26 @@ from quire_server.state import ServerState, state_of
 
 router = APIRouter(prefix="/api", tags=["ollama"])
 
+Fields = TypeVar("Fields", bound=ModelFields)
 API_VERSION = "0.13.0"  # of Ollama, whose routes and fields these are
 LINES = "application/x-ndjson"
 
 
 @router.post("/chat", response_model=None, responses=line_responses(ChatReply))
 async def chat(body: Annotated[ChatRequest, json_body(ChatRequest)], request: Request) -> Response:
-    state = state_of(request)
-    name = _admitted(state, body.model)
+    state, name, body = _admitted(request, body)
     if not body.messages:
-        return JSONResponse(loaded(name, is_chat=True), headers=notes(state, body.reported()))
+        reason = await _load(state, body)
+        return JSONResponse(loaded(name, reason, is_chat=True), headers=notes(state, body.reported()))
     return await answer(request, body.neutral(name), OllamaChatRenderer, keep_alive=b"", media_type=LINES)
 
 
 @router.post("/generate", response_model=None, responses=line_responses(GenerateReply))
 async def generate(body: Annotated[GenerateRequest, json_body(GenerateRequest)], request: Request) -> Response:
-    state = state_of(request)
-    name = _admitted(state, body.model)
+    state, name, body = _admitted(request, body)
     if not body.prompt and not body.suffix:
-        return JSONResponse(loaded(name, is_chat=False), headers=notes(state, body.reported()))
+        reason = await _load(state, body)
+        return JSONResponse(loaded(name, reason, is_chat=False), headers=notes(state, body.reported()))
     options = body.neutral(name, has_template=state.prompts is not None)
     return await answer(request, options, OllamaRenderer, keep_alive=b"", media_type=LINES)
 
@@ -67,7 +71,7 @@ async def generate(body: Annotated[GenerateRequest, json_body(GenerateRequest)],
 async def embed(body: Annotated[EmbedRequest, json_body(EmbedRequest)], request: Request) -> Response:
     """The vectors of texts, of length 1."""
     began = time.monotonic_ns()
-    name = _admitted(state_of(request), body.model)
+    _, name, body = _admitted(request, body)
     made = await embedding_lists(request, body.neutral(name))
     fields = {
         "model": name,
@@ -82,7 +86,8 @@ async def embed(body: Annotated[EmbedRequest, json_body(EmbedRequest)], request:
 @router.post("/embeddings", response_model=None, responses={200: {"model": EmbeddingsReply}})
 async def embeddings(body: Annotated[EmbeddingsRequest, json_body(EmbeddingsRequest)], request: Request) -> Response:
     """The older form of /api/embed: one text, one vector."""
-    made = await embedding_lists(request, body.neutral(_admitted(state_of(request), body.model)))
+    _, name, body = _admitted(request, body)
+    made = await embedding_lists(request, body.neutral(name))
     (vector,) = made.entries
     return PiecedReply((b'{"embedding":' + vector + b"}",), held=made.held, headers=made.headers)
 
@@ -90,22 +95,20 @@ async def embeddings(body: Annotated[EmbeddingsRequest, json_body(EmbeddingsRequ
 @router.get("/tags")
 async def tags(request: Request) -> ModelTags:
     """The served models."""
-    state = state_of(request)
-    return ModelTags(models=[listed(state, name) for name in _names(state)])
+    return ModelTags(models=[listed(each, name) for each in state_of(request).every for name in _names(each)])
 
 
 @router.get("/ps")
 async def processes(request: Request) -> RunningModels:
-    """The models in memory: those that are served."""
-    state = state_of(request)
-    return RunningModels(models=[running(state, name) for name in _names(state)])
+    """The models in memory: those that are served, of several those that are loaded."""
+    loaded_ones = (each for each in state_of(request).every if each.residency in {"loaded", "restarting"})
+    return RunningModels(models=[running(each, name) for each in loaded_ones for name in _names(each)])
 
 
 @router.post("/show")
 async def show(body: Annotated[ShowRequest, json_body(ShowRequest)], request: Request) -> ShownModel:
     """A model's details, template, defaults and capabilities."""
-    state = state_of(request)
-    return shown(state, _admitted(state, body.asked))
+    return shown(*_chosen(request, body.asked))
 
 
 @router.get("/version")
@@ -117,9 +120,31 @@ def _names(state: ServerState) -> tuple[str, ...]:
     return (*state.model_names, *state.adapters)
 
 
-def _admitted(state: ServerState, model: str) -> str:
-    """The name of the model in this server's words. Raises NotReady, ModelNotFound."""
+def _chosen(request: Request, model: str) -> tuple[ServerState, str]:
+    """The model's state, and its name in this server's words. Raises NotReady, ModelNotFound."""
     bare = model.removesuffix(LATEST)
-    name = model if state.knows_model(model) or not bare else bare
-    admit(state, name)
-    return name
+    name = model if state_of(request).knows_model(model) or not bare else bare
+    return admit(request, name), name
+
+
+def _admitted(request: Request, body: Fields) -> tuple[ServerState, str, Fields]:
+    """The same, and the body without what is obeyed already. Raises BadRequest too."""
+    state, name = _chosen(request, body.model)
+    if state.catalog is None or body.keep_alive is None:
+        return state, name, body
+    state.catalog.models.keep(state.model_names[0], body.kept_seconds())
+    return state, name, body.model_copy(update={"keep_alive": None})
+
+
+async def _load(state: ServerState, body: ModelFields) -> str:
+    """A request without a prompt loads the model, or lets it go; returns which. Raises NotReady."""
+    if state.catalog is None:
+        return "load"
+    models, name = state.catalog.models, state.model_names[0]
+    if models.engines[name].keep_seconds == 0 and "keep_alive" in body.model_fields_set:
+        return "unload"
+    try:
+        await models.load(name)
+    except QuireError as error:
+        raise NotReady(f"Not loaded: {error}.", code="model_failed") from None
+    return "load"

@@ -41,7 +41,7 @@ NOT_FOUND: dict[int | str, dict[str, Any]] = {ResponseNotFound.status: error_res
     responses=generation_responses(ResponseObject, ResponseEvent, ending="the whole response, or its error"),
 )
 async def create_response(body: Body, request: Request) -> Response:
-    admit(state_of(request), body.model)
+    admit(request, body.model)
     store, owner = _store(request), _owner(request)
     previous, items = _conversation(body, store, owner)
     stem = new_stem()
@@ -68,8 +68,7 @@ async def create_response(body: Body, request: Request) -> Response:
 @router.post("/input_tokens")
 async def count_input_tokens(body: Body, request: Request) -> InputTokens:
     """Count the tokens that the prompt of such a response would have; nothing is generated."""
-    state = state_of(request)
-    admit(state, body.model)
+    state = admit(request, body.model)
     _, items = _conversation(body, _store(request), _owner(request))
     count = await unless_client_gone(request, count_prompt_tokens(state, body.options(items)))
     return InputTokens(object="response.input_tokens", input_tokens=count)

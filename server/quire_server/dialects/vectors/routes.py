@@ -21,7 +21,6 @@ from quire_server.dialects.vectors.wire import (
     ScoreResponse,
 )
 from quire_server.http.body import json_body
-from quire_server.state import state_of
 
 router = APIRouter(tags=["vectors"])
 
@@ -33,14 +32,14 @@ ClassifyBody = Annotated[ClassifyRequest, json_body(ClassifyRequest)]
 
 @router.post("/v1/embeddings", response_model=None, responses={200: {"model": EmbeddingResponse}})
 async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
-    admit(state_of(request), body.model)
+    admit(request, body.model)
     return await answer_embeddings(request, body.options(), as_text=body.encoding_format == "base64")
 
 
 @router.post("/v1/score", response_model=None, responses={200: {"model": ScoreResponse}})
 @router.post("/score", response_model=None, responses={200: {"model": ScoreResponse}})
 async def create_scores(body: ScoreBody, request: Request) -> Response:
-    admit(state_of(request), body.model)
+    admit(request, body.model)
     return await answer_scores(request, body.options())
 
 
@@ -48,7 +47,7 @@ async def create_scores(body: ScoreBody, request: Request) -> Response:
 @router.post("/v1/rerank", response_model=None, responses={200: {"model": RerankResponse}})
 @router.post("/v2/rerank", response_model=None, responses={200: {"model": RerankResponse}})
 async def create_ranks(body: RerankBody, request: Request) -> Response:
-    admit(state_of(request), body.model)
+    admit(request, body.model)
     shows = body.return_documents
     if shows is None:  # Cohere's second version gives the indices alone
         shows = not request.url.path.endswith("/v2/rerank")
@@ -58,5 +57,5 @@ async def create_ranks(body: RerankBody, request: Request) -> Response:
 @router.post("/classify", response_model=None, responses={200: {"model": ClassificationResponse}})
 @router.post("/v1/classify", response_model=None, responses={200: {"model": ClassificationResponse}})
 async def create_classes(body: ClassifyBody, request: Request) -> Response:
-    admit(state_of(request), body.model)
+    admit(request, body.model)
     return await answer_classes(request, body.options(), activates=body.use_activation is not False)

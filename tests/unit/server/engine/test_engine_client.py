@@ -9,7 +9,9 @@ import pytest
 
 from quire_engine.types import EngineStats, GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
 from quire_server.engine.admission import QueueLimits
+from quire_server.engine.budgets import LONGEST_SECONDS
 from quire_server.engine.engine_client import EngineClient, RequestStream
+from quire_server.errors import QueueFull
 from support.fakes import make_plan
 
 
@@ -33,5 +35,31 @@ def test_a_fault_in_counting_costs_no_tokens() -> None:
             client.on_step(StepOutput(step_id=1, outputs=(last,), stats=EngineStats()))
         assert client.in_flight == 0
         assert [outputs async for outputs in stream] == [[last]]
+
+    asyncio.run(body())
+
+
+def test_who_is_refused_while_the_engine_is_absent_comes_again_when_it_is_there() -> None:
+    async def body() -> None:
+        def refused_for(absent_seconds: float) -> float:
+            client = EngineClient(Mock(), plan=make_plan(), limits=QueueLimits(max_sequences=1), metrics=Mock())
+            client.seconds_until_engine = lambda: absent_seconds
+            for number in range(2):
+                request = GenerationRequest(
+                    request_id=f"r{number}",
+                    prompt_token_ids=(1,),
+                    sampling=SamplingParams(),
+                    stop=StopParams(max_new_tokens=8),
+                )
+                if number == 0:
+                    client.submit(request, RequestStream(client))
+                else:
+                    with pytest.raises(QueueFull) as refusal:
+                        client.submit(request, RequestStream(client))
+            return float(refusal.value.headers["retry-after-ms"]) / 1000
+
+        there = refused_for(0.0)
+        assert refused_for(7.0) == pytest.approx(there + 7.0, abs=0.1)
+        assert refused_for(1000.0) == pytest.approx(LONGEST_SECONDS, abs=0.1)
 
     asyncio.run(body())

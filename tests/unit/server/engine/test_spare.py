@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from quire_server.engine import supervisor as supervisor_module
+from quire_server.engine.process import EngineProcess
 from quire_server.engine.supervisor import EngineState, Spare, Supervisor
-from support.supervising import reached, request, run, supervised
+from support.supervising import FAKE, expected, reached, request, run, supervised
 
 
 def waiting(supervisor: Supervisor) -> psutil.Process | None:
@@ -125,3 +126,31 @@ def test_none_is_made_after_the_end() -> None:
         assert spare.take() is None
 
     run(body)
+
+
+def test_one_is_shared_by_several_supervisors() -> None:
+    async def body() -> None:
+        spare = Spare(lambda: EngineProcess(FAKE, lambda _: None), 0.02)
+        async with supervised(spare=spare) as (first, one), supervised(spare=spare) as (second, other):
+            first.submit(request("a", (5,), tokens=60))
+            second.submit(request("b", (6,), tokens=60))
+            waits = await appeared_beside(first, second)
+            await killed(second, 1)
+            assert second.pid == waits.pid
+            await appeared_beside(first, second)
+            await one.until(lambda: ("a", 0) in one.ends)
+            await other.until(lambda: ("b", 0) in other.ends)
+            assert other.tokens["b", 0] == expected((6,), 60), "its outputs reach whom it serves"
+            assert ("b", 0) not in one.tokens
+
+    run(body)
+
+
+async def appeared_beside(*supervisors: Supervisor) -> psutil.Process:
+    async with asyncio.timeout(20):
+        while True:
+            mine = [child for child in psutil.Process().children() if "fake_engine" in _command(child)]
+            others = [child for child in mine if child.pid not in {each.pid for each in supervisors}]
+            if others:
+                return others[0]
+            await asyncio.sleep(0.005)

@@ -16,8 +16,8 @@ from support.supervising import run
 
 # An engine that writes down what it was handed, then leaves something there, sealed or not, and ends.
 ENGINE = """
-import fcntl, os, sys
-fd = int(sys.argv[5])
+import fcntl, os, socket, sys
+_, (fd,), _, _ = socket.recv_fds(socket.socket(fileno=int(sys.argv[3])), 1 << 16, 1)
 with open(sys.argv[1], "a") as notes:
     notes.write(f"{os.fstat(fd).st_size} {fcntl.fcntl(fd, fcntl.F_GET_SEALS)}\\n")
 if not fcntl.fcntl(fd, fcntl.F_GET_SEALS):
