@@ -18,6 +18,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from quire_server.answering.deep_check import DeepCheck
 from quire_server.dialects.chat import routes as chat
@@ -42,12 +43,13 @@ from quire_server.http import openapi
 from quire_server.http.access import checks_hosts, layers
 from quire_server.http.body import BodyReader
 from quire_server.http.body_limits import BodyLimits
+from quire_server.http.door import Door
 from quire_server.http.envelopes import error_reply
 from quire_server.http.guard import PUBLIC_PATHS, Reply
 from quire_server.http.memory import MemoryReturn
-from quire_server.http.overload import OpenRequests, RefuseWhenFull
+from quire_server.http.overload import OpenRequests, RefuseWhenFull, Underway
 from quire_server.logs import lost_lines
-from quire_server.logs.requests import StoryTeller, log_order, log_reply
+from quire_server.logs.requests import StoryTeller, log_order, log_reply, story_of
 from quire_server.logs.tracing import Tracing
 from quire_server.metrics.metrics import Metrics
 from quire_server.metrics.request_record import CURRENT, RequestStory, totals
@@ -244,11 +246,25 @@ def _document(app: FastAPI, settings: Settings, bodies: BodyLimits) -> None:
 
 
 def _guard(app: FastAPI, state: ServerState, bodies: BodyLimits, tracing: Tracing | None) -> None:
-    settings = state.settings
-    app.add_middleware(  # the innermost: keys and hosts are checked first
-        RefuseWhenFull,
+    settings, underway, on_reply = state.settings, Underway(), _on_reply(state, tracing)
+
+    def tell(scope: Scope, reply: Reply) -> None:
+        with story_of(scope):
+            on_reply(reply)
+
+    app.state.door = Door(
+        settings,
+        credentials=state.credentials,
+        limits=state.limits,
+        bodies=bodies,
+        underway=underway,
+        is_full=partial(_is_full, state),
         refusal=partial(_refusal, state),
-        root_path=settings.root_path,
+        on_reply=tell,
+    )
+    # The innermost: keys and hosts are checked first.
+    app.add_middleware(
+        RefuseWhenFull, refusal=partial(_refusal, state), underway=underway, root_path=settings.root_path
     )
     for layer in layers(
         settings,
@@ -256,7 +272,7 @@ def _guard(app: FastAPI, state: ServerState, bodies: BodyLimits, tracing: Tracin
         state.metrics.body_bytes,
         credentials=state.credentials,
         limits=state.limits,
-        on_reply=_on_reply(state, tracing),
+        on_reply=on_reply,
         requests=app.state.requests,
         explain=None if state.replicas is None else partial(_routes_in_words, state, state.replicas),
     ):
@@ -266,9 +282,13 @@ def _guard(app: FastAPI, state: ServerState, bodies: BodyLimits, tracing: Tracin
 
 def _refusal(state: ServerState, *underway: int) -> QueueFull | None:
     """The refusal of a request before its body is read; with several models only where none has a place for it."""
-    if state.draining or (state.catalog is not None and not state.catalog.is_full(*underway)):
-        return None
-    return state.client.refusal(*underway)
+    return state.client.refusal(*underway) if _is_full(state, *underway) else None
+
+
+def _is_full(state: ServerState, *underway: int) -> bool:
+    """Whether no request has a place, whatever is in its body."""
+    full = state.client.is_full if state.catalog is None else state.catalog.is_full
+    return not state.draining and full(*underway)
 
 
 def _routes_in_words(state: ServerState, replicas: ReplicaSet, request_id: str) -> str:

@@ -147,6 +147,7 @@ async def listening(app: FastAPI) -> AsyncIterator[Listening]:
             on_started=started.set_result,
             limits=state.limits,
             tls=None if state.credentials.tls is None else state.credentials.tls.context,
+            door=lambda: app.state.door,
         )
     )
     await asyncio.wait({serving, started}, return_when=asyncio.FIRST_COMPLETED)

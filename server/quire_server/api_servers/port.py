@@ -196,10 +196,16 @@ class SharedClient(EngineClient):
                 if not answer.cancel() and not answer.cancelled():
                     answer.exception()  # of a further refusal, so that asyncio does not warn of it
 
-    def refusal(self, lately: int = 0, underway: int = 0) -> QueueFull | None:
+    def is_full(self, lately: int = 0, underway: int = 0) -> bool:
         main = self._main.occupied
-        if self._closed or not main.most or not is_full(main.taken, main.seats, main.most, lately, underway):
+        if self._closed or not main.most:
+            return False
+        return is_full(main.taken, main.seats, main.most, lately, underway)
+
+    def refusal(self, lately: int = 0, underway: int = 0) -> QueueFull | None:
+        if not self.is_full(lately, underway):
             return None
+        main = self._main.occupied
         self._metrics.reject("max_num_queued_reqs")
         # The line of refused clients is in as many parts as there are API servers.
         rate = max(main.rate / self._main.count, 1e-3)

@@ -348,7 +348,7 @@ class EngineClient:
         return self._refusal("max_num_queued_reqs", 1)
 
     def is_full(self, lately: int = 0, underway: int = 0) -> bool:
-        """Whether `refusal` would refuse."""
+        """Whether `refusal` would refuse; counts nothing."""
         taken = self._sequences - self._num_held
         return is_full(taken, self._num_seats, self._limits.max_sequences, lately, underway)
 

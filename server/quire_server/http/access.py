@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from ipaddress import ip_address
 from typing import Any
@@ -209,11 +209,16 @@ class HostCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].removeprefix(self._root_path) not in PROBES:
-            for name, value in scope["headers"]:
-                if name == b"host" and not self._is_ours(host := value.decode("latin-1")):
-                    await send_error(_refusal(host), scope, receive, send)
-                    return
+            host = self.foreign(scope["headers"])
+            if host is not None:
+                await send_error(_refusal(host), scope, receive, send)
+                return
         await self._app(scope, receive, send)
+
+    def foreign(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+        """The first host in a head that is not this server's; None: all are."""
+        hosts = (value.decode("latin-1") for name, value in headers if name == b"host")
+        return next((host for host in hosts if not self._is_ours(host)), None)
 
     def _is_ours(self, host: str) -> bool:
         name = bare_name(host).lower().removesuffix(".")

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import IPv6Address, ip_address, ip_network
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import uvicorn
+from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState as ConnectionRegistry
@@ -27,6 +28,7 @@ from quire_server.errors import (
     error_body,
 )
 from quire_server.http.body_limits import declared_bytes
+from quire_server.http.door import Door, Refused
 from quire_server.http.guard import choose_request_id
 from quire_server.http.sse import HIGH_WATER_BYTES, TRANSPORT, WriteClock, WritePace, waiting_bytes
 
@@ -35,6 +37,7 @@ LINGER_SECONDS = (
     1.0  # before closing: closing at once would reset the connection before the client has read the refusal
 )
 _WIRE_OVERHEAD = 8  # bytes per body byte: chunked framing needs at most 5; the rest is for trailers and extensions
+_UNREAD_BYTES = 16 << 10  # in the transport; behind more, requests are not refused at once
 ADDRESS_SECONDS = 5.0  # Retry-After for a client with too many connections
 
 
@@ -67,7 +70,9 @@ class ConnectionConfig(uvicorn.Config):
         on_connections: Callable[[int], None] = lambda _: None,
         keep_alive_seconds: float,
         tls: ssl.SSLContext | None = None,
+        door: Callable[[], Door | None] = lambda: None,
     ) -> None:
+        """`door`: called at each request's head, what may refuse it at once; None: nothing does."""
         super().__init__(
             app,
             http=Connection,
@@ -85,6 +90,7 @@ class ConnectionConfig(uvicorn.Config):
         self.limits = limits
         self.addresses = Addresses(limits.max_connections_per_address, uncounted)
         self.on_connections = on_connections
+        self.door = door
         self.turned_away: set[Connection] = (
             set()
         )  # refused connections that are open until their clients have read the refusal
@@ -112,6 +118,8 @@ class Connection(HttpToolsProtocol):
         self._limits = config.limits
         self._addresses = config.addresses
         self._on_connections = config.on_connections
+        self._door = config.door
+        self._is_asking = False  # whether the door is to be asked about the request whose head has just come
         self._turned_away = config.turned_away
         self._place: str | None = None  # the key in `_addresses`
         self._in_head = False
@@ -212,9 +220,32 @@ class Connection(HttpToolsProtocol):
         self.scope["state"]["client_side"] = partial(client_side, self.transport)  # checked before expensive work
         self.scope["state"][TRANSPORT] = self.transport
         before = self.cycle
+        self._is_asking = self._is_between_requests()
         super().on_headers_complete()
         # With pipelining, `cycle` is the latest request's; the ones before it are answered first.
         self._unanswered = [cycle for cycle in (*self._unanswered, before) if cycle and not cycle.response_complete]
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        refused = self._refused_at_once(cycle)
+        if refused is None:
+            super()._start_asgi_task(cycle, app)
+            return
+        # The body, of which some bytes may still come, is skipped as that of any request that has its reply.
+        cycle.response_started = cycle.response_complete = True
+        head = b"".join(b"%b: %b\r\n" % line for line in (*self.server_state.default_headers, *refused.headers))
+        self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[refused.status], head, refused.body))
+        self.on_response_complete()
+
+    def _refused_at_once(self, cycle: RequestResponseCycle) -> Refused | None:
+        """The refusal of a request for which no task is needed.
+
+        It is written at once: not within another reply, nor behind many that the client does not read.
+        """
+        is_asking, self._is_asking = self._is_asking, False
+        door = self._door() if is_asking and cycle.keep_alive else None
+        if door is None or self.transport.get_write_buffer_size() > _UNREAD_BYTES:
+            return None
+        return door.refuse(cast(Scope, cycle.scope))
 
     def on_body(self, body: bytes) -> None:
         self._plain_bytes = max(0, self._plain_bytes - len(body))

@@ -241,10 +241,15 @@ def _reply(scope: Scope, exchange: Exchange, seconds: float) -> Reply:
     status = exchange.status
     if status is None:
         status = ClientGone.status if exchange.client_gone else ApiError.status
+    return reply_record(scope, exchange.request_id, status, seconds)
+
+
+def reply_record(scope: Scope, request_id: str, status: int, seconds: float) -> Reply:
+    """The record of a reply to the request of this scope."""
     raw_path = scope.get("raw_path") or scope["path"].encode("utf-8", "replace")
     client = scope.get("client")
     return Reply(
-        request_id=exchange.request_id,
+        request_id=request_id,
         method=scope["method"],
         path=raw_path.decode("ascii", "backslashreplace")[:256],
         route=getattr(scope.get("route"), "path", None),

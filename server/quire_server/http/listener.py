@@ -21,6 +21,7 @@ from quire_engine.errors import ConfigError
 from quire_server.http.body_limits import LARGEST_BODY
 from quire_server.http.connection import Connection, ConnectionConfig, ConnectionLimits
 from quire_server.http.credentials import Credentials
+from quire_server.http.door import Door
 from quire_server.http.sse import WritePace, bound_buffers
 from quire_server.http.starting import AppSwitch
 from quire_server.settings import ServerLimits, Settings
@@ -124,11 +125,12 @@ async def serve(
     limits: ServerLimits | None = None,
     tls: ssl.SSLContext | None = None,
     owns_path: bool = True,
+    door: Callable[[], Door | None] = lambda: None,
 ) -> None:
     """Accept connections on a bound socket until stopped. `on_started` is called once, when clients can connect.
 
     `on_connections` is called with the number of open connections. Without `limits` their defaults hold.
-    `owns_path`: a Unix socket's path ends with this server.
+    `owns_path`: a Unix socket's path ends with this server. `door`: see `ConnectionConfig`.
     """
     limits = limits or ServerLimits()
     allow_connections(settings.max_connections)
@@ -148,6 +150,7 @@ async def serve(
         on_connections=on_connections,
         keep_alive_seconds=settings.timeout_keep_alive,
         tls=tls,
+        door=door,
     )
 
     def stop(cut_off: bool) -> None:
@@ -205,6 +208,7 @@ async def listening_on(
                 tls=None if credentials.tls is None else credentials.tls.context,
                 limits=limits,
                 owns_path=owns_path,
+                door=lambda: switch.door,
             ),
             name="listener",
         )

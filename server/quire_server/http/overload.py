@@ -82,14 +82,31 @@ class Underway:
 
 
 @dataclass(frozen=True, slots=True)
-class _Route:
+class Route:
     """The route's path for logs and metrics, since routing is skipped."""
 
     path: str
 
 
+class Refusals:
+    """The replies to refused requests in OpenAI's envelope; bodies are made once."""
+
+    def __init__(self) -> None:
+        self._bodies: dict[str, tuple[bytes, bytes]] = {}  # with their lengths, by error message: there are few
+
+    def reply(self, error: QueueFull) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+        """The body, and the headers except for the request's id."""
+        known = self._bodies.get(error.message)
+        if known is None:
+            body = msgspec.json.encode(error_body(error))
+            known = self._bodies[error.message] = body, b"%d" % len(body)
+        body, length = known
+        own = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+        return body, [(b"content-length", length), (b"content-type", b"application/json"), *own]
+
+
 class RefuseWhenFull:
-    """Calls `refusal` for each request that would be queued; None lets it pass.
+    """Calls `refusal` for each request that would be queued; None lets it pass. `door.Door` refuses most before it.
 
     Under overload most requests are refused, and the time for refusals is lost to the accepted ones. So a refusal needs
     no routing, no body, no template and no tokenizer. The body of a refused request is not parsed: the server skips it,
@@ -104,16 +121,15 @@ class RefuseWhenFull:
         app: ASGIApp,
         *,
         refusal: Callable[[int, int], QueueFull | None],
+        underway: Underway,
         paths: Iterable[str] = QUEUED_PATHS,
         root_path: str = "",
     ) -> None:
         self._app = app
         self._refusal = refusal
-        self._routes = {root + path: _Route(path) for path in paths for root in ("", root_path)}
-        self._underway = Underway()
-        self._bodies: dict[
-            str, tuple[bytes, list[tuple[bytes, bytes]]]
-        ] = {}  # by error message, of which there are few
+        self._routes = {root + path: Route(path) for path in paths for root in ("", root_path)}
+        self._underway = underway
+        self._refusals = Refusals()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
@@ -123,7 +139,7 @@ class RefuseWhenFull:
                 return
         await self._app(scope, receive, send)
 
-    async def _refuse_or_pass(self, route: _Route, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse_or_pass(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(*self._underway.counts())
         if error is not None:
             scope["route"] = route
@@ -147,14 +163,8 @@ class RefuseWhenFull:
         if dialect_of_scope(scope) != "openai":  # Anthropic's body has the request's id
             await error_reply(error, scope)(scope, receive, send)
             return
-        known = self._bodies.get(error.message)
-        if known is None:
-            body = msgspec.json.encode(error_body(error))
-            head = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")]
-            known = self._bodies[error.message] = body, head
-        body, head = known
-        own = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
-        await send({"type": "http.response.start", "status": error.status, "headers": head + own})
+        body, headers = self._refusals.reply(error)
+        await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
 

@@ -17,6 +17,7 @@ from quire_server.errors import NotReady, error_body
 from quire_server.http.access import layers
 from quire_server.http.body_limits import LARGEST_BODY, BodyLimits
 from quire_server.http.credentials import Credentials
+from quire_server.http.door import Door
 from quire_server.http.envelopes import error_reply
 from quire_server.http.guard import PUBLIC_PATHS, Reply
 from quire_server.http.overload import OpenRequests
@@ -134,11 +135,13 @@ class AppSwitch:
         self._on_connections: Callable[[int], None] = lambda _: None
         self._app = app
         self._serving = AsyncExitStack()
+        self.door: Door | None = None  # of the serving application
 
     async def open(self, app: FastAPI, around: ASGIApp | None = None) -> None:
         """Start the application's lifespan and send all further requests to it, or to what is `around` it."""
         await self._serving.enter_async_context(app.router.lifespan_context(app))
         self._app = app if around is None else around
+        self.door = app.state.door
 
     async def close(self) -> None:
         """End the serving application's lifespan."""

@@ -6,8 +6,10 @@ a key. Must not know: routes, sockets.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+from collections.abc import Iterator
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -30,11 +32,18 @@ class StoryTeller:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        token = CURRENT.set(RequestStory(carrier=_carrier(scope)))
-        try:
+        with story_of(scope):
             await self._app(scope, receive, send)
-        finally:
-            CURRENT.reset(token)
+
+
+@contextlib.contextmanager
+def story_of(scope: Scope) -> Iterator[None]:
+    """A new `RequestStory` for the request of this scope, as the current one."""
+    token = CURRENT.set(RequestStory(carrier=_carrier(scope)))
+    try:
+        yield
+    finally:
+        CURRENT.reset(token)
 
 
 def _carrier(scope: Scope) -> dict[str, str]:
