@@ -11,10 +11,25 @@ from typing import Any
 import pytest
 import yaml
 
+from quire_server.batches.usage import usage_of
 from support.batches import COMPLETIONS, batching, begin, content_of, ended, has_completed, line, shows, until, upload
 from support.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
+
+
+SIDES = (("prompt", "input_tokens"), ("completion", "output_tokens"))
+
+
+def tokens(of_input: int, of_output: int) -> dict[str, object]:
+    """A batch's usage without cached tokens and thoughts."""
+    return {
+        "input_tokens": of_input,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": of_output,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": of_input + of_output,
+    }
 
 
 def texts(results: list[dict[str, Any]]) -> dict[str, str]:
@@ -32,11 +47,13 @@ async def test_lines_get_the_answers_of_direct_requests(tmp_path: Path) -> None:
         assert batch["in_progress_at"] <= batch["finalizing_at"] <= batch["completed_at"]
         results = await content_of(client, batch["output_file_id"])
         assert [each["custom_id"] for each in results] == [each["custom_id"] for each in lines]
-        direct = {
-            each["custom_id"]: (await client.post(COMPLETIONS, json=each["body"])).json()["choices"][0]["text"]
-            for each in lines
-        }
+        replies = {each["custom_id"]: (await client.post(COMPLETIONS, json=each["body"])).json() for each in lines}
+        direct = {name: reply["choices"][0]["text"] for name, reply in replies.items()}
         assert texts(results) == direct
+        usage = [reply["usage"] for reply in replies.values()]
+        assert batch["usage"] == tokens(
+            sum(each["prompt_tokens"] for each in usage), sum(each["completion_tokens"] for each in usage)
+        )
         assert len(set(direct.values())) > 10
         for each in results:
             assert each["error"] is None
@@ -54,9 +71,14 @@ async def test_lines_get_the_answers_of_direct_requests(tmp_path: Path) -> None:
 async def test_lines_with_errors_are_in_a_file_of_their_own(tmp_path: Path) -> None:
     lines = [line("good"), line("bad", temperature=9), line("long", prompt="a" * 2000), line("odd", max_tokens="x")]
     async with batching(tmp_path) as client:
-        batch = await ended(client, await begin(client, lines))
+        begun = await begin(client, lines)
+        assert begun["usage"] is None
+        batch = await ended(client, begun)
         assert batch["status"] == "completed"
         assert batch["request_counts"] == {"total": 4, "completed": 1, "failed": 3}
+        (good,) = await content_of(client, batch["output_file_id"])
+        usage = good["response"]["body"]["usage"]
+        assert batch["usage"] == tokens(usage["prompt_tokens"], usage["completion_tokens"])
         assert list(texts(await content_of(client, batch["output_file_id"]))) == ["good"]
         errors = await content_of(client, batch["error_file_id"])
         assert [each["custom_id"] for each in errors] == ["bad", "long", "odd"]
@@ -80,6 +102,26 @@ async def test_other_endpoints(tmp_path: Path, endpoint: str, body: dict[str, An
         (result,) = await content_of(client, batch["output_file_id"])
         direct = (await client.post(endpoint, json=body)).json()
         assert result["response"]["body"]["object"] == direct["object"]
+        usage = direct["usage"]
+        wanted = [usage.get(f"{name}_tokens", usage.get(other, 0)) for name, other in SIDES]
+        assert batch["usage"] == tokens(*wanted)
+        assert batch["usage"]["total_tokens"] == usage["total_tokens"] > 0
+
+
+def test_cached_tokens_and_thoughts_are_told_apart() -> None:
+    chat = b"""{"response": {"status_code": 200, "body": {"usage": {"prompt_tokens": 9, "completion_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 4}, "completion_tokens_details": {"reasoning_tokens": 2}}}}}"""
+    response = b"""{"response": {"body": {"usage": {"input_tokens": 9, "input_tokens_details": {"cached_tokens": 4},
+        "output_tokens": 5, "output_tokens_details": {"reasoning_tokens": 2}}}}}"""
+    assert usage_of(chat) == usage_of(response)
+    shown = (usage_of(chat) + usage_of(response) + usage_of(b'{"response": null}')).shown()
+    assert shown == {
+        "input_tokens": 18,
+        "input_tokens_details": {"cached_tokens": 8},
+        "output_tokens": 10,
+        "output_tokens_details": {"reasoning_tokens": 4},
+        "total_tokens": 28,
+    }
 
 
 @pytest.mark.parametrize(

@@ -117,12 +117,14 @@ def run(num_lines: int, folder: Path) -> bool:
             break
     lines = [json.loads(line) for line in output.splitlines()]
     got = {each["custom_id"]: each["response"]["body"]["choices"][0]["message"]["content"] for each in lines}
+    total = 0 if batch.usage is None else batch.usage.total_tokens
     ratio = p95(beside) / p95(alone)
     promises = [
         ("status", "completed", batch.status),
         ("lines in the output", num_lines, len(lines)),
         ("different lines in the output", num_lines, len(got)),
         ("lines with an error", 0, 0 if batch.request_counts is None else batch.request_counts.failed),
+        ("tokens of the batch", sum(each["response"]["body"]["usage"]["total_tokens"] for each in lines), total),
         ("answers unlike direct requests", 0, sum(got.get(name) != text for name, text in answers.items())),
         ("the batch ran beside live requests", True, was_under_way),
     ]

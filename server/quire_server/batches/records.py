@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from quire_server.batches.usage import BatchUsage
+
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 UNFINISHED: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 INPUT, OUTPUT = "batch", "batch_output"  # purposes of files
@@ -91,6 +93,7 @@ class Batch:
     output_file: str | None = None
     error_file: str | None = None
     output_seconds: int | None = None  # how long its output files are kept; None: until they are deleted
+    usage: BatchUsage | None = None  # of the lines in its output files; None: it has none yet
     problems: tuple[LineProblem, ...] = ()  # of its input, because of which it has failed
 
     def shown(self) -> dict[str, Any]:
@@ -113,6 +116,7 @@ class Batch:
             "expires_at": self.expires_at,
             **{f"{name}_at": self.times.get(name) for name in _TIMES},
             "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "usage": None if self.usage is None else self.usage.shown(),
             "metadata": self.metadata,
         }
 

@@ -22,6 +22,7 @@ import msgspec
 from quire_server.batches.input import MAX_LINES, Inspection, read_lines, request_of
 from quire_server.batches.records import Batch, Line, Owner, Status
 from quire_server.batches.store import BatchStore
+from quire_server.batches.usage import usage_of
 
 TICK_SECONDS = 1.0  # between two looks at the clock: batches expire, live requests come and go
 SWEEP_SECONDS = 300.0  # between two deletions of expired files
@@ -150,7 +151,7 @@ class BatchRunner:
         def unfinished(line: Line) -> bytes:
             return _result(batch_id, line, error=words)
 
-        ended = await self._store.run(self._store.finalize, batch_id, unfinished)
+        ended = await self._store.run(self._store.finalize, batch_id, unfinished, usage_of)
         if ended is not None:
             log.info("%s is %s: %d of %d lines answered", ended.id, ended.status, ended.completed, ended.total)
 

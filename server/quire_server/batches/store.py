@@ -23,6 +23,7 @@ import msgspec
 
 from quire_engine.errors import ConfigError
 from quire_server.batches.records import OUTPUT, UNFINISHED, Batch, Line, LineProblem, Status, StoredFile, new_file_id
+from quire_server.batches.usage import BatchUsage
 
 T = TypeVar("T")
 _VERSION = 1  # of the schema
@@ -264,10 +265,13 @@ class BatchStore:
             return None
         return self._enter(replace(batch, ends_as=ends_as), "finalizing")
 
-    def finalize(self, batch_id: str, unfinished: Callable[[Line], bytes]) -> Batch | None:
+    def finalize(
+        self, batch_id: str, unfinished: Callable[[Line], bytes], used: Callable[[bytes], BatchUsage]
+    ) -> Batch | None:
         """Write the output files of a batch whose lines have ended, and end it. None: there is nothing to end.
 
-        `unfinished`: the result of a line that was not run. The files of a call that was interrupted are written anew.
+        `unfinished`: the result of a line that was not run; `used`: the tokens of a result. The files of a call
+        that was interrupted are written anew.
         """
         batch = self.batch(batch_id)
         if batch is None or batch.status not in ("finalizing", "cancelling"):
@@ -276,8 +280,16 @@ class BatchStore:
             [],
             next(self._db.execute("SELECT count(*) FROM lines WHERE batch = ? AND ok IS NULL", (batch_id,)))[0],
         )
+        usage = BatchUsage()
+
+        def counted(results: Iterator[bytes]) -> Iterator[bytes]:
+            nonlocal usage
+            for result in results:
+                usage += used(result)
+                yield result
+
         for is_output in (True, False):
-            results = self._results(batch_id, unfinished, is_output=is_output)
+            results = counted(self._results(batch_id, unfinished, is_output=is_output))
             first = next(results, None)
             files.append(None if first is None else self._write(batch, first, results, is_output=is_output))
         self._sync_folder()
@@ -289,6 +301,7 @@ class BatchStore:
             ended = replace(
                 batch,
                 failed=batch.failed + left,
+                usage=usage,
                 output_file=None if output is None else output.id,
                 error_file=None if error is None else error.id,
             )

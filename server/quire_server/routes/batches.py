@@ -5,8 +5,9 @@ A batch can be seen only by the client that owns it. Its lines are requests to t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar, cast
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -152,10 +153,33 @@ class RequestCounts(BaseModel):
     failed: int
 
 
-class BatchObject(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class InputDetails(BaseModel):
+    cached_tokens: int
+
+
+class OutputDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class BatchTokens(BaseModel):
+    """Tokens of all lines in the output files of a batch that has ended."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Listed(BaseModel):
+    """An object of which there are lists."""
 
     id: str
+
+
+class BatchObject(Listed):
+    model_config = ConfigDict(extra="forbid")
+
     object: Literal["batch"]
     endpoint: str
     model: str | None
@@ -177,15 +201,32 @@ class BatchObject(BaseModel):
     cancelling_at: int | None
     cancelled_at: int | None
     request_counts: RequestCounts
+    usage: BatchTokens | None
     metadata: dict[str, str] | None
 
 
-class BatchList(BaseModel):
+Item = TypeVar("Item", bound=Listed)
+
+
+class Page(BaseModel, Generic[Item]):
+    """A part of a list, as OpenAI pages them."""
+
     object: Literal["list"]
-    data: list[BatchObject]
+    data: list[Item]
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+    @classmethod
+    def of(cls, found: Sequence[Item], limit: int) -> Self:
+        """The page of what was found when one more than `limit` was asked for."""
+        data = list(found[:limit])
+        ends = (data[0].id, data[-1].id) if data else (None, None)
+        return cls(object="list", data=data, first_id=ends[0], last_id=ends[1], has_more=len(found) > limit)
+
+
+class BatchList(Page[BatchObject]):
+    pass
 
 
 @router.post("")
@@ -234,15 +275,7 @@ async def list_batches(
     def read() -> list[Batch]:
         return service.store.batches(owner.name, after=last, limit=limit + 1)
 
-    found = await service.store.run(read)
-    page = [BatchObject(**each.shown()) for each in found[:limit]]
-    return BatchList(
-        object="list",
-        data=page,
-        first_id=page[0].id if page else None,
-        last_id=page[-1].id if page else None,
-        has_more=len(found) > limit,
-    )
+    return BatchList.of([BatchObject(**each.shown()) for each in await service.store.run(read)], limit)
 
 
 @router.get("/{batch_id}", responses=NOT_FOUND)

@@ -20,7 +20,7 @@ from quire_server.errors import (
 )
 from quire_server.http.openapi import error_response
 from quire_server.http.upload import Form, read_form
-from quire_server.routes.batches import BatchService, owner_of, service_of
+from quire_server.routes.batches import BatchService, Listed, Page, owner_of, service_of
 
 router = APIRouter(prefix="/v1/files", tags=["batches"])
 
@@ -50,10 +50,9 @@ _FORM = {
 }
 
 
-class FileObject(BaseModel):
+class FileObject(Listed):
     model_config = ConfigDict(extra="forbid")
 
-    id: str
     object: Literal["file"]
     bytes: int
     created_at: int
@@ -64,12 +63,8 @@ class FileObject(BaseModel):
     status_details: None
 
 
-class FileList(BaseModel):
-    object: Literal["list"]
-    data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
+class FileList(Page[FileObject]):
+    pass
 
 
 class DeletedFile(BaseModel):
@@ -139,15 +134,7 @@ async def list_files(
             owner.name, purpose=purpose, after=last, limit=limit + 1, newest_first=order == "desc"
         )
 
-    found = await service.store.run(read)
-    page = [FileObject(**each.shown()) for each in found[:limit]]
-    return FileList(
-        object="list",
-        data=page,
-        first_id=page[0].id if page else None,
-        last_id=page[-1].id if page else None,
-        has_more=len(found) > limit,
-    )
+    return FileList.of([FileObject(**each.shown()) for each in await service.store.run(read)], limit)
 
 
 @router.get("/{file_id}", responses=NOT_FOUND)

@@ -12,6 +12,7 @@ import pytest
 from quire_engine.errors import ConfigError
 from quire_server.batches.records import INPUT, Batch, Line, LineProblem, Owner, StoredFile, new_batch_id
 from quire_server.batches.store import BatchStore
+from quire_server.batches.usage import BatchUsage
 
 OWNER = Owner(name="key 1", key_digest="01")
 
@@ -69,6 +70,10 @@ def unfinished(line: Line) -> bytes:
     return f"none {line.custom_id}".encode()
 
 
+def used(result: bytes) -> BatchUsage:
+    return BatchUsage(input_tokens=len(result), output_tokens=1)
+
+
 def killed(folder: Path, to: Path) -> BatchStore:
     """A store on what a process that was killed now has left."""
     shutil.copytree(folder, to)
@@ -93,15 +98,19 @@ def test_outputs_are_in_the_order_of_the_lines(store: BatchStore) -> None:
         for number in range(1500, 0, -1):
             store.finish_line(batch.id, number, b"%d" % number, ok=number % 3 != 0)
     assert store.end_lines(batch.id, "completed") is not None
-    ended = store.finalize(batch.id, unfinished)
+    ended = store.finalize(batch.id, unfinished, used)
     assert ended is not None
     assert (ended.status, ended.completed, ended.failed) == ("completed", 1000, 500)
+    assert ended.usage == BatchUsage(input_tokens=sum(len(str(n)) for n in range(1, 1501)), output_tokens=1500)
+    found = store.batch(batch.id)
+    assert found is not None
+    assert found.usage == ended.usage
     assert ended.output_file is not None
     assert ended.error_file is not None
     output, error = (store.content(each).read_bytes().split() for each in (ended.output_file, ended.error_file))
     assert output == [b"%d" % n for n in range(1, 1501) if n % 3]
     assert error == [b"%d" % n for n in range(1, 1501) if n % 3 == 0]
-    assert store.finalize(batch.id, unfinished) is None
+    assert store.finalize(batch.id, unfinished, used) is None
     file = store.file(OWNER.name, ended.output_file)
     assert file is not None
     assert file.num_bytes == store.content(file.id).stat().st_size
@@ -123,10 +132,11 @@ def test_each_state_survives_a_kill(store: BatchStore, tmp_path: Path) -> None:
     content.flush()
     again = killed(tmp_path / "kept", tmp_path / "ending")
     assert not again.content(leftover).exists()
-    ended = again.finalize(batch.id, unfinished)
+    ended = again.finalize(batch.id, unfinished, used)
     assert ended is not None
     assert ended.output_file is not None
     assert again.content(ended.output_file).read_bytes() == b"one\ntwo\n"
+    assert ended.usage == BatchUsage(input_tokens=11, output_tokens=3)
     assert len(list((tmp_path / "ending" / "files").iterdir())) == 3
     again.close()
     content.close()
@@ -139,7 +149,7 @@ def test_what_was_not_run_is_told_at_the_end(store: BatchStore) -> None:
     assert cancelled is not None
     assert cancelled.status == "cancelling"
     assert store.end_lines(batch.id, "completed") is None, "it ends already"
-    ended = store.finalize(batch.id, unfinished)
+    ended = store.finalize(batch.id, unfinished, used)
     assert ended is not None
     assert (ended.status, ended.total, ended.completed, ended.failed) == ("cancelled", 3, 1, 2)
     assert ended.error_file is not None
