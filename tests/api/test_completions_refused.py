@@ -18,6 +18,7 @@ WHOLE = ["n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_l
 BOOLEANS = [
     "stream", "echo", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
     "spaces_between_special_tokens", "add_special_tokens", "return_token_ids", "return_tokens_as_token_ids",
+    "timings",
 ]  # fmt: skip
 
 BAD = [

@@ -143,3 +143,13 @@ async def test_what_editors_send_beside_is_reported(tmp_path):
 async def test_what_is_wrong_is_named(tmp_path, fields, param):
     reply = await post("/infill", fields, tmp_path, status=400)
     assert reply.json()["error"]["param"] == param
+
+
+async def test_timings_are_llama_servers(tmp_path):
+    whole = (await post("/infill", {**TEXT, "timings": True}, tmp_path)).json()
+    InfillResponse.model_validate(whole, strict=True)
+    assert whole["timings"]["predicted_n"] == whole["tokens_predicted"] == len(ANSWER)
+    lines = (await post("/infill", {**TEXT, "timings": True, "stream": True}, tmp_path)).text.splitlines()
+    parts = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    assert ["timings" in part for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert "timings" not in (await post("/infill", TEXT, tmp_path)).json()

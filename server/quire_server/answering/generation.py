@@ -26,7 +26,7 @@ from quire_server.errors import (
     ShuttingDown,
 )
 from quire_server.metrics.metrics import Metrics
-from quire_server.metrics.request_record import RequestRecord
+from quire_server.metrics.request_record import RequestRecord, RequestSummary
 from quire_server.text.tokenizer import TextTokenizer
 
 
@@ -137,6 +137,7 @@ class Generation:
         )
         self.prompt_logprobs: dict[int, tuple[TokenLogprobs | None, ...]] = {}  # by prompt number
         self.finished = False  # whether every choice has its finish reason
+        self._records: list[RequestRecord] = []
         self._options = options
         self._tokenizer = tokenizer
         self._client = client
@@ -144,6 +145,10 @@ class Generation:
         # None: it is not streamed.
         self._way: tuple[Way, Callable[[Sequence[ChoiceDelta]], bytes], tuple[bytes, bytes] | None] | None = None
         self._max_waiting = None if max_waiting is None else max(max_waiting, _LEAST_WAITING * self._num_choices())
+
+    def summaries(self) -> list[RequestSummary]:
+        """The records of the prompts, as far as they have come."""
+        return [record.summary() for record in self._records]
 
     def _num_choices(self) -> int:
         return sum(request.n for request in self.requests)
@@ -254,6 +259,7 @@ class Generation:
             request_id=request.request_id,
             started=now,
         )
+        self._records.append(record)
         return _Prompt(request_id=request.request_id, number=number, choices=choices, record=record, num_open=request.n)
 
     def _absorb(self, output: TokenOutput, prompt: _Prompt, now: float) -> Choice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -12,9 +13,10 @@ import msgspec
 from quire_engine.config import EnginePlan
 from quire_engine.types import Adapter
 from quire_server.answering.choice import ChoiceDelta
-from quire_server.answering.generation import Usage
+from quire_server.answering.generation import Generation, Usage
 from quire_server.answering.options import ReplyOptions
 from quire_server.http.sse import DONE
+from quire_server.metrics.request_record import RequestSummary
 
 encode = msgspec.json.Encoder().encode
 PLAIN_END = b',"logprobs":null,"finish_reason":null}]'
@@ -71,11 +73,22 @@ def score_field(delta: ChoiceDelta) -> dict[str, object]:
     return {} if delta.beam_score is None else {"beam_score": delta.beam_score}
 
 
-def ending(start: bytes, options: ReplyOptions, usage: Usage) -> bytes:
+def ending(start: bytes, options: ReplyOptions, generation: Generation) -> bytes:
     """The end of a stream: the usage, if it was requested, and the end mark."""
     if not options.usage_at_end:
         return DONE
-    return start + b',"choices":[]' + usage_field(usage) + b"}\n\n" + DONE
+    told = usage_field(generation.usage) + timings_field(options, generation)
+    return start + b',"choices":[]' + told + b"}\n\n" + DONE
+
+
+def timings_field(options: ReplyOptions, generation: Generation) -> bytes:
+    """The `timings` of a reply that is whole now, or nothing if they were not requested."""
+    return b',"timings":' + encode(timings_of(generation.summaries())) if options.timings else b""
+
+
+def last_timings(options: ReplyOptions, generation: Generation, *, is_last: bool) -> bytes:
+    """The same in a stream's frame of a choice: in the last one, where no frame with the usage follows."""
+    return timings_field(options, generation) if is_last and generation.finished and not options.usage_at_end else b""
 
 
 def usage_field(usage: Usage, completion_tokens: int | None = None) -> bytes:
@@ -100,3 +113,34 @@ def usage_field(usage: Usage, completion_tokens: int | None = None) -> bytes:
         usage.cached_tokens,
         details,
     )
+
+
+def timings_of(summaries: Sequence[RequestSummary]) -> dict[str, int | float | None]:
+    """The counts of a request's prompts and choices together, and the times of the one that took longest.
+
+    Milliseconds. A rate is None where its time is too short to be told. `queue_ms` is ours; the others are
+    llama-server's, of which `prompt_n` leaves out the `cache_n` tokens of the prompt that were cached.
+    """
+    cached = sum(each.cached_tokens for each in summaries)
+    prompt = sum(each.prompt_tokens for each in summaries) - cached
+    predicted = sum(each.output_tokens for each in summaries)
+    prompt_ms = 1e3 * max((each.prefill_seconds or 0.0 for each in summaries), default=0.0)
+    decodes = [each.last - each.first for each in summaries if each.first is not None and each.last is not None]
+    predicted_ms = 1e3 * max(0.0, *decodes) if decodes else 0.0
+    queue_ms = 1e3 * max((each.queue_seconds or 0.0 for each in summaries), default=0.0)
+    return {
+        "cache_n": cached,
+        "prompt_n": prompt,
+        "prompt_ms": round(prompt_ms, 3),
+        "prompt_per_token_ms": _ratio(prompt_ms, prompt),
+        "prompt_per_second": _ratio(1e3 * prompt, prompt_ms),
+        "predicted_n": predicted,
+        "predicted_ms": round(predicted_ms, 3),
+        "predicted_per_token_ms": _ratio(predicted_ms, predicted),
+        "predicted_per_second": _ratio(1e3 * predicted, predicted_ms),
+        "queue_ms": round(queue_ms, 3),
+    }
+
+
+def _ratio(value: float, by: float) -> float | None:
+    return round(value / by, 3) if by else None

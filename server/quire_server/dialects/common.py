@@ -382,6 +382,26 @@ class DecodingFields(SamplingFields):
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_BIASED_TOKENS)] | None = None
 
 
+WantsTimings = Annotated[
+    bool | None, Field(description="llama-server's `timings` in the reply, of a stream in its last chunk")
+]
+
+
+class Timings(ReplyModel):
+    """Counts of all prompts and choices, times of the longest in milliseconds; null: too short a time for a rate."""
+
+    cache_n: int
+    prompt_n: int = Field(description="without the cached ones")
+    prompt_ms: float
+    prompt_per_token_ms: float | None
+    prompt_per_second: float | None
+    predicted_n: int
+    predicted_ms: float = Field(description="from the first to the last token")
+    predicted_per_token_ms: float | None
+    predicted_per_second: float | None
+    queue_ms: float
+
+
 class GenerationFields(DecodingFields, ServingFields):
     """Sampling, stopping and reply options of both endpoints."""
 
@@ -412,6 +432,7 @@ class GenerationFields(DecodingFields, ServingFields):
     )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    timings: WantsTimings = None
 
     service_tier: ServiceTier | None = Field(None, description="flex: after requests without it; others are reported")
     request_id: RequestName | None = None

@@ -107,6 +107,7 @@ def generation_options(
             usage_always=stream is not None
             and bool(stream.continuous_usage_stats)
             and stream.include_usage is not False,
+            timings=bool(fields.timings),
             **_given(skip_special_tokens=fields.skip_special_tokens),
         ),
         structure=fields.structure(),

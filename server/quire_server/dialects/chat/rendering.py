@@ -16,7 +16,9 @@ from quire_server.answering.rendering import (
     closing_fields,
     encode,
     ending,
+    last_timings,
     score_field,
+    timings_field,
     usage_field,
 )
 from quire_server.dialects.completions.rendering import chat_pieces, prompt_pieces
@@ -78,9 +80,10 @@ class ChatRenderer:
             fields = closing_fields(self._logprobs(delta), delta)
             if self._options.token_ids:
                 fields["token_ids"] = delta.token_ids
-            chunk += b",%b]%b}\n\n" % (encode(fields)[1:], usage)
+            timings = last_timings(self._options, self._generation, is_last=delta is deltas[-1])
+            chunk += b",%b]%b%b}\n\n" % (encode(fields)[1:], usage, timings)
         if self._generation.finished:
-            chunk += ending(self._chunk_start, self._options, self._generation.usage)
+            chunk += ending(self._chunk_start, self._options, self._generation)
         return chunk
 
     def around_text(self) -> tuple[bytes, bytes] | None:
@@ -101,7 +104,7 @@ class ChatRenderer:
         }
         yield self._head
         yield from pieces_of_object(fields, begin=b",", end=b"")
-        yield usage_field(self._generation.usage) + b"}"
+        yield usage_field(self._generation.usage) + timings_field(self._options, self._generation) + b"}"
 
     def _choice(self, delta: ChoiceDelta) -> dict[str, object]:
         """A choice of a whole reply."""

@@ -17,6 +17,7 @@ from quire_server.dialects.common import (
     LogprobCount,
     PromptLogprobs,
     ReplyModel,
+    Timings,
     TokenCount,
     TokenLogprob,
     UsageInfo,
@@ -255,6 +256,7 @@ class ChatCompletionResponse(CompletionHead):
     prompt_logprobs: PromptLogprobs | None = Field(description="null without prompt_logprobs in the request")
     prompt_token_ids: list[int] | None = Field(description="null without return_token_ids")
     usage: UsageInfo
+    timings: Timings | None = None
 
 
 class FunctionDelta(ReplyModel):
@@ -293,4 +295,5 @@ class ChatCompletionChunk(CompletionHead):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: UsageInfo | None = None
+    timings: Timings | None = None
     prompt_token_ids: list[int] | None = None

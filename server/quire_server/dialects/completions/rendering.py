@@ -18,7 +18,9 @@ from quire_server.answering.rendering import (
     ReplyHead,
     closing_fields,
     ending,
+    last_timings,
     score_field,
+    timings_field,
     usage_field,
 )
 from quire_server.errors import ApiError
@@ -117,9 +119,10 @@ class CompletionRenderer:
                 if delta.is_first:
                     fields["prompt_token_ids"] = self._requests[delta.prompt].prompt_token_ids
                 fields["token_ids"] = delta.token_ids
-            chunk += b",%b]%b}\n\n" % (encode(fields)[1:], usage)
+            timings = last_timings(self._options, self._generation, is_last=delta is deltas[-1])
+            chunk += b",%b]%b%b}\n\n" % (encode(fields)[1:], usage, timings)
         if self._generation.finished:
-            chunk += ending(b"data: " + self._head, self._options, self._generation.usage)
+            chunk += ending(b"data: " + self._head, self._options, self._generation)
         return chunk
 
     def around_text(self) -> tuple[bytes, bytes] | None:
@@ -132,7 +135,7 @@ class CompletionRenderer:
         """The whole reply from one complete delta per choice, in the order of their index."""
         yield self._head + b',"choices":'
         yield from pieces_of_parts(pieces_of_object(self._choice(delta)) for delta in deltas)
-        yield usage_field(self._generation.usage) + b"}"
+        yield usage_field(self._generation.usage) + timings_field(self._options, self._generation) + b"}"
 
     def _choice(self, delta: ChoiceDelta) -> dict[str, object]:
         """A choice of a whole reply."""

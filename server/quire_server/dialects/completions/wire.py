@@ -18,6 +18,7 @@ from quire_server.dialects.common import (
     PromptLogprobs,
     Prompts,
     ReplyModel,
+    Timings,
     UsageInfo,
     one_or_many,
 )
@@ -120,6 +121,7 @@ class CompletionResponse(CompletionHead):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: UsageInfo
+    timings: Timings | None = None
 
 
 class CompletionChunkChoice(ReplyModel):
@@ -139,3 +141,4 @@ class CompletionChunk(CompletionHead):
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
     usage: UsageInfo | None = None
+    timings: Timings | None = None

@@ -12,7 +12,7 @@ import msgspec
 from quire_server.answering.choice import ChoiceDelta
 from quire_server.answering.generation import Generation
 from quire_server.answering.prepare import Job
-from quire_server.answering.rendering import ReplyHead
+from quire_server.answering.rendering import ReplyHead, timings_of
 from quire_server.errors import ApiError, error_body
 from quire_server.text.tokenizer import TextTokenizer
 
@@ -25,6 +25,7 @@ class InfillRenderer:
     def __init__(self, head: ReplyHead, job: Job, generation: Generation, *, tokenizer: TextTokenizer) -> None:
         self._model = head.model
         self._shows_tokens = job.options.reply.token_ids
+        self._shows_timings = job.options.reply.timings
         self._prompt_ids = job.requests[0].prompt_token_ids
         self._generation = generation
         self._tokenizer = tokenizer
@@ -75,6 +76,7 @@ class InfillRenderer:
             "stop_type": kinds.get(delta.finish_reason or "", "none"),
             "stopping_word": word,
             "tokens_cached": self._generation.usage.cached_tokens,
+            **({"timings": timings_of(self._generation.summaries())} if self._shows_timings else {}),
         }
 
 

@@ -24,6 +24,8 @@ from quire_server.dialects.common import (
     ReplyModel,
     Speculates,
     StopStrings,
+    Timings,
+    WantsTimings,
     WireModel,
     review_extras,
 )
@@ -77,6 +79,7 @@ class InfillRequest(WireModel):
     stop: StopStrings = None
     ignore_eos: bool | None = None
     return_tokens: bool | None = None
+    timings: WantsTimings = None
     speculation: Speculates = None
 
     def options(self) -> GenerationOptions:
@@ -116,7 +119,9 @@ class InfillRequest(WireModel):
                 strings=tuple(self.stop or ()),
                 ignore_eos=bool(self.ignore_eos),
             ),
-            reply=ReplyOptions(stream=bool(self.stream), token_ids=bool(self.return_tokens)),
+            reply=ReplyOptions(
+                stream=bool(self.stream), token_ids=bool(self.return_tokens), timings=bool(self.timings)
+            ),
             speculates=self.speculation is not False,
             ignored=tuple(review_extras(extras)),
         )
@@ -138,6 +143,7 @@ class InfillPart(ReplyModel):
     stop_type: Literal["eos", "word", "limit", "none"] | None = None
     stopping_word: str | None = None
     tokens_cached: int | None = None
+    timings: Timings | None = None
 
 
 class InfillResponse(InfillPart):
