@@ -49,6 +49,7 @@ from quire_server.http.guard import PUBLIC_PATHS, Reply
 from quire_server.http.memory import MemoryReturn
 from quire_server.http.overload import OpenRequests, RefuseWhenFull, Underway
 from quire_server.logs import lost_lines
+from quire_server.logs.otlp_metrics import RequestMeters
 from quire_server.logs.requests import StoryTeller, log_order, log_reply, story_of
 from quire_server.logs.tracing import Tracing
 from quire_server.metrics.metrics import Metrics
@@ -97,6 +98,7 @@ ROUTERS = (
     pages.router,
     dashboard.router,
 )
+Collectors = tuple[Tracing | RequestMeters, ...]
 STALL_PROBE_SECONDS = 0.1
 _MOST_ROUTES = 4  # of a request's prompts, told in one header
 SECOND = 1.0  # between two messages to the dashboard
@@ -105,14 +107,13 @@ METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"}
 
 def create_app(state: ServerState) -> FastAPI:
     """The application around a built state, whose parts are running already."""
-    endpoint = state.settings.otlp_traces_endpoint
-    tracing = None if endpoint is None else Tracing(endpoint, model=state.model_names[0])
+    collectors = _collectors(state)
     state.metrics.lost_log_lines = lost_lines
 
     app = FastAPI(
         title="Quire",
         version=version("quire"),
-        lifespan=lambda app: _lifespan(app, state, tracing),
+        lifespan=lambda app: _lifespan(app, state, collectors),
         redirect_slashes=False,  # a redirect is built from the client's Host header
         docs_url=None,  # the framework's page loads its scripts from elsewhere; ours is in `pages`
         redoc_url=None,
@@ -136,12 +137,12 @@ def create_app(state: ServerState) -> FastAPI:
         app.include_router(router)
     _handle_errors(app)
     _document(app, state.settings, bodies)
-    _guard(app, state, bodies, tracing)
+    _guard(app, state, bodies, collectors)
     return app
 
 
 @asynccontextmanager
-async def _lifespan(app: FastAPI, state: ServerState, tracing: Tracing | None) -> AsyncIterator[None]:
+async def _lifespan(app: FastAPI, state: ServerState, collectors: Collectors) -> AsyncIterator[None]:
     """The server's own tasks, from the first request to the last one."""
     watch = asyncio.create_task(watch_event_loop(state.metrics), name="event-loop-watch")
     others = [each.metrics for each in state.every[1:]]
@@ -167,8 +168,18 @@ async def _lifespan(app: FastAPI, state: ServerState, tracing: Tracing | None) -
         await asyncio.to_thread(state.metrics.usage.close)
         for each in state.every:
             each.text.close()
-        if tracing is not None:
-            await asyncio.to_thread(tracing.close)
+        await asyncio.gather(*(asyncio.to_thread(each.close) for each in collectors))
+
+
+def _collectors(state: ServerState) -> Collectors:
+    """The exporters of requests to OpenTelemetry's collectors."""
+    settings, model = state.settings, state.model_names[0]
+    found: list[Tracing | RequestMeters] = []
+    if settings.otlp_traces_endpoint is not None:
+        found.append(Tracing(settings.otlp_traces_endpoint, model=model))
+    if settings.otlp_metrics_endpoint is not None:
+        found.append(RequestMeters(settings.otlp_metrics_endpoint, model=model))
+    return tuple(found)
 
 
 async def watch_event_loop(metrics: Metrics) -> None:
@@ -245,8 +256,8 @@ def _document(app: FastAPI, settings: Settings, bodies: BodyLimits) -> None:
     app.openapi = document  # type: ignore[method-assign]  # the framework's documented way
 
 
-def _guard(app: FastAPI, state: ServerState, bodies: BodyLimits, tracing: Tracing | None) -> None:
-    settings, underway, on_reply = state.settings, Underway(), _on_reply(state, tracing)
+def _guard(app: FastAPI, state: ServerState, bodies: BodyLimits, collectors: Collectors) -> None:
+    settings, underway, on_reply = state.settings, Underway(), _on_reply(state, collectors)
 
     def tell(scope: Scope, reply: Reply) -> None:
         with story_of(scope):
@@ -297,7 +308,7 @@ def _routes_in_words(state: ServerState, replicas: ReplicaSet, request_id: str) 
     return "; ".join(str(taken[-1]) for taken in routes if taken)
 
 
-def _on_reply(state: ServerState, tracing: Tracing | None) -> Callable[[Reply], None]:
+def _on_reply(state: ServerState, collectors: Collectors) -> Callable[[Reply], None]:
     settings, metrics, model = state.settings, state.metrics, state.model_names[0]
 
     def on_reply(reply: Reply) -> None:
@@ -310,7 +321,7 @@ def _on_reply(state: ServerState, tracing: Tracing | None) -> Callable[[Reply], 
         summaries = story.summaries()
         if not settings.disable_access_log:
             log_reply(reply, totals(summaries), story.model or model)
-        if tracing is not None:
-            tracing.tell(reply, story.carrier, summaries)
+        for each in collectors:
+            each.tell(reply, story.carrier, summaries)
 
     return on_reply

@@ -38,7 +38,7 @@ from quire_server.flags import SERVE, CommandLine
 from quire_server.http.event_loop import loop_factory
 from quire_server.http.tls import tls_context
 from quire_server.logs import Output, writing
-from quire_server.logs.output import check_tracing
+from quire_server.logs.output import check_collector
 from quire_server.settings import ModelEntry, Settings, SettingsError, several_models
 from quire_server.several_launch import SeveralEngines
 
@@ -78,7 +78,8 @@ def run_program(name: str, given: CommandLine, body: Callable[[Settings, Output]
 
 def _run(settings: Settings, output: Output) -> int:
     tls_context(settings)  # checks the files, which are read again when the socket listens
-    check_tracing(settings.otlp_traces_endpoint)
+    check_collector("traces", settings.otlp_traces_endpoint)
+    check_collector("metrics", settings.otlp_metrics_endpoint)
     try:
         entries = several_models(settings)
     except SettingsError as error:

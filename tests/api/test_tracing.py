@@ -5,83 +5,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from architecture.source import reachable
 from quire_engine.errors import ConfigError
 from quire_server.logs import output, tracing
-from quire_server.logs.output import check_tracing, traces_url
+from quire_server.logs.output import check_collector, collector_url
 from support.fake_engine import FakeEngine
 from support.fakes import connect, make_app, make_state
+from support.otlp import Collector, collector, plain
 
 pytestmark = pytest.mark.anyio
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-class Collector:
-    """Answers `POST /v1/traces` as told and keeps what came."""
-
-    def __init__(self, status: int = 200, pause: float = 0.0) -> None:
-        self.bodies: list[bytes] = []
-        self.headers: list[dict[str, str]] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                outer.bodies.append(body)
-                outer.headers.append(
-                    {name.lower(): value for name, value in self.headers.items()} | {"path": self.path}
-                )
-                time.sleep(pause)
-                self.send_response(status)
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def spans(self) -> tuple[dict[str, object], list[object]]:
-        """The resource's attributes and all spans."""
-        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-        resource: dict[str, object] = {}
-        spans: list[object] = []
-        for body in self.bodies:
-            request = ExportTraceServiceRequest()
-            request.ParseFromString(body)
-            for each in request.resource_spans:
-                resource |= plain(each.resource.attributes)
-                spans += [span for scope in each.scope_spans for span in scope.spans]
-        return resource, spans
-
-
-def plain(attributes: object) -> dict[str, object]:
-    """Of protobuf's key-value lists."""
-    found: dict[str, object] = {}
-    for each in attributes:  # type: ignore[attr-defined]
-        kind = each.value.WhichOneof("value")
-        value = getattr(each.value, kind)
-        found[each.key] = [item.string_value for item in value.values] if kind == "array_value" else value
-    return found
-
-
 @pytest.fixture
 def collecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    pytest.importorskip("opentelemetry.sdk.trace")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    made = Collector()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
+    with collector() as made:
+        yield made
 
 
 async def send(endpoint: str, **headers: str) -> None:
@@ -191,18 +135,20 @@ async def test_the_end_has_a_time_limit(collecting: Collector, monkeypatch: pyte
 
 
 def test_what_cannot_be_a_collector() -> None:
-    check_tracing(None)
-    for endpoint in ("localhost:4317", "grpc://localhost:4317", ""):
-        with pytest.raises(ConfigError, match=r"name a URL such as http://localhost:4318/v1/traces"):
-            check_tracing(endpoint)
-    assert traces_url("http://c:4318/") == "http://c:4318/v1/traces"
-    assert traces_url("http://c:4318/other") == "http://c:4318/other"
+    for signal in ("traces", "metrics"):
+        check_collector(signal, None)
+        for endpoint in ("localhost:4317", "grpc://localhost:4317", ""):
+            with pytest.raises(ConfigError, match=rf"name a URL such as http://localhost:4318/v1/{signal}"):
+                check_collector(signal, endpoint)
+        assert collector_url(signal, "http://c:4318/") == f"http://c:4318/v1/{signal}"
+        assert collector_url(signal, "http://c:4318/other") == "http://c:4318/other"
 
 
 def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "_PARTS", ("no_such_package.trace",))
-    with pytest.raises(ConfigError, match=r"pip install 'quire\[otel\]'"):
-        check_tracing("http://localhost:4318")
+    monkeypatch.setattr(output, "_PARTS", dict.fromkeys(("traces", "metrics"), ("no_such_package.trace",)))
+    for signal in ("traces", "metrics"):
+        with pytest.raises(ConfigError, match=rf"--otlp-{signal}-endpoint needs .*pip install 'quire\[otel\]'"):
+            check_collector(signal, "http://localhost:4318")
 
 
 def test_nothing_of_it_is_loaded_unless_it_is_wanted() -> None:

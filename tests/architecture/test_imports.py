@@ -38,7 +38,7 @@ ONLY_IN = {
         "quire_server.text.matrices",
         *("quire_engine.decodes", "quire_engine.scheduling"),  # the columns of decodes
     ),
-    "opentelemetry": ("quire_server.logs.tracing",),
+    "opentelemetry": ("quire_server.logs.tracing", "quire_server.logs.otlp_metrics"),
     "llguidance": ("quire_engine.execution.constrained", "quire_server.text.grammar_worker"),
     "typing_extensions": ("quire_server",),
     "zmq": ("quire_server.engine.kv_events.publisher",),

@@ -18,7 +18,7 @@ from quire_server.commands.showing.terminal import BAD_USAGE, DONE, Parser, comp
 from quire_server.engine.nodes.addresses import parse_sources
 from quire_server.flags import ENGINE, SERVE, check_command_line
 from quire_server.http.tls import tls_context
-from quire_server.logs.output import check_tracing
+from quire_server.logs.output import check_collector
 from quire_server.settings import DEMO_MODEL, Settings, SettingsError, several_models
 
 _NAME = "config check"
@@ -84,7 +84,8 @@ def _problems(settings: Settings, notes: list[str]) -> Iterator[str]:
         yield from error.lines
     checks: tuple[Callable[[], object], ...] = (
         lambda: tls_context(settings),
-        lambda: check_tracing(settings.otlp_traces_endpoint),
+        lambda: check_collector("traces", settings.otlp_traces_endpoint),
+        lambda: check_collector("metrics", settings.otlp_metrics_endpoint),
         links,
         *(partial(model, each) for each in models),
     )

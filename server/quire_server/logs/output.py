@@ -280,25 +280,29 @@ class Relay:
         os.close(self._source)
 
 
-_PARTS = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
+Signal = Literal["traces", "metrics"]
+_PARTS: dict[Signal, tuple[str, ...]] = {
+    "traces": ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter"),
+    "metrics": ("opentelemetry.sdk.metrics", "opentelemetry.exporter.otlp.proto.http.metric_exporter"),
+}
 
 
-def check_tracing(endpoint: str | None) -> None:
-    """Raises ConfigError, one line with a remedy, if tracing is configured and impossible. Imports nothing."""
+def check_collector(signal: Signal, endpoint: str | None) -> None:
+    """Raises ConfigError, one line with a remedy, if a collector is configured and impossible. Imports nothing."""
     if endpoint is None:
         return
     if urlsplit(endpoint).scheme not in ("http", "https"):
         raise ConfigError(
-            f"--otlp-traces-endpoint {endpoint}: traces are sent as OTLP over HTTP; name a URL such as"
-            " http://localhost:4318/v1/traces"
+            f"--otlp-{signal}-endpoint {endpoint}: {signal} are sent as OTLP over HTTP; name a URL such as"
+            f" http://localhost:4318/v1/{signal}"
         )
-    if not all(map(_is_there, _PARTS)):
-        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'quire[otel]', or leave it out")
+    if not all(map(_is_there, _PARTS[signal])):
+        raise ConfigError(f"--otlp-{signal}-endpoint needs OpenTelemetry: pip install 'quire[otel]', or leave it out")
 
 
-def traces_url(endpoint: str) -> str:
-    """An address without a path gets the default path for traces, as in OTEL_EXPORTER_OTLP_ENDPOINT."""
-    return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
+def collector_url(signal: Signal, endpoint: str) -> str:
+    """An address without a path gets the signal's default path, as in OTEL_EXPORTER_OTLP_ENDPOINT."""
+    return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + f"/v1/{signal}"
 
 
 def _is_there(module: str) -> bool:

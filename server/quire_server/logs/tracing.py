@@ -15,16 +15,17 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from quire_server.http.guard import Reply
-from quire_server.logs.output import traces_url
+from quire_server.logs.output import collector_url
 from quire_server.metrics.request_record import RequestSummary, StoryTotals, totals
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
+    from opentelemetry.sdk.resources import Resource
     from opentelemetry.trace import Span
 
 CLOSE_SECONDS = 2.0  # to send the remaining spans
 _MOST_PROMPTS = 16  # most prompts of one request with child spans
-_OPERATIONS = {  # operations of the semantic conventions for generative models, by route
+OPERATIONS = {  # operations of the semantic conventions for generative models, by route
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
     "/v1/messages": "chat",
@@ -43,24 +44,32 @@ _OPERATIONS = {  # operations of the semantic conventions for generative models,
 log = logging.getLogger("quire.tracing")
 
 
+def service() -> Resource:
+    """This server, as all that it tells a collector names it."""
+    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - optional
+
+    resource = Resource.create({"service.version": version("quire")})
+    if str(resource.attributes.get("service.name", "unknown_service")).startswith("unknown_service"):
+        resource = resource.merge(Resource({"service.name": "quire"}))  # no variable has set it
+    return resource
+
+
 class Tracing:
     """Makes spans of ended requests and sends them to one collector."""
 
     def __init__(self, endpoint: str, *, model: str) -> None:
         # Imported here: it takes a second, and the package is optional.
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
-        from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
         from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator  # noqa: PLC0415
 
         self._model = model
         self._propagator = TraceContextTextMapPropagator()
-        resource = Resource.create({"service.version": version("quire")})
-        if str(resource.attributes.get("service.name", "unknown_service")).startswith("unknown_service"):
-            resource = resource.merge(Resource({"service.name": "quire"}))  # no variable has set it
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=traces_url(endpoint))))
+        self._provider = TracerProvider(resource=service(), shutdown_on_exit=False)
+        self._provider.add_span_processor(
+            BatchSpanProcessor(OTLPSpanExporter(endpoint=collector_url("traces", endpoint)))
+        )
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # log each failed batch, not each retry
         self._tracer = self._provider.get_tracer("quire", version("quire"))
 
@@ -83,7 +92,7 @@ class Tracing:
         now = time.time_ns()
         parent = self._propagator.extract(carrier)
         told = totals(summaries)
-        operation = _OPERATIONS.get(reply.route or "") if told is not None else None
+        operation = OPERATIONS.get(reply.route or "") if told is not None else None
         span: Span = self._tracer.start_span(
             f"{operation} {self._model}" if operation else f"{reply.method} {reply.route or 'unknown'}",
             context=parent,

@@ -181,6 +181,9 @@ class ServerFields(BaseModel):
     otlp_traces_endpoint: str | None = option(
         None, "Observing", "collector that gets a trace of each request (OTLP over HTTP); needs quire[otel]"
     )
+    otlp_metrics_endpoint: str | None = option(
+        None, "Observing", "collector that gets metrics of requests by GenAI's conventions (OTLP); needs quire[otel]"
+    )
     kv_events_config: JsonObject = option(
         {},
         "Observing",
