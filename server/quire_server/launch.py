@@ -41,6 +41,7 @@ from quire_server.logs import Output, writing
 from quire_server.logs.output import check_collector
 from quire_server.settings import ModelEntry, Settings, SettingsError, several_models
 from quire_server.several_launch import SeveralEngines
+from quire_server.warming import read_prefixes
 
 DONE, FAILED, BAD_USAGE, CRASH_LOOP = 0, 1, 2, 70
 _SPARE_SECONDS = 10.0  # after the engine is ready, since a launch takes a core from the first requests
@@ -78,6 +79,8 @@ def run_program(name: str, given: CommandLine, body: Callable[[Settings, Output]
 
 def _run(settings: Settings, output: Output) -> int:
     tls_context(settings)  # checks the files, which are read again when the socket listens
+    if settings.warm_prefix is not None:
+        read_prefixes(settings.warm_prefix)  # checks the file, which is read again when the engine is ready
     check_collector("traces", settings.otlp_traces_endpoint)
     check_collector("metrics", settings.otlp_metrics_endpoint)
     try:

@@ -34,6 +34,7 @@ from quire_server.logs.throughput import log_throughput
 from quire_server.metrics.metrics import while_loading
 from quire_server.settings import Settings
 from quire_server.several_launch import SeveralEngines
+from quire_server.warming import warm
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -154,7 +155,10 @@ async def _build(
         state = await build_catalog([entry.settings for entry in engines.entries], models, credentials)
     else:
         state = await build_state(settings, engines, starting, credentials)
-    return state, create_app(state)
+    app: FastAPI = create_app(state)
+    if settings.warm_prefix is not None:
+        await warm(state, app, settings.warm_prefix)
+    return state, app
 
 
 def _application() -> Any:

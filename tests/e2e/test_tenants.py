@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import random
 import re
 from pathlib import Path
@@ -93,3 +94,12 @@ def test_no_key_finds_the_prefixes_of_another() -> None:
         assert cached(server, "one", cache_salt="mine") == 0
         assert cached(server, "two", cache_salt="mine") == 0, "nor by a salt that it has copied"
         assert cached(server, "one", cache_salt="mine") == 63
+
+
+def test_a_warm_prefix_is_found_by_the_first_request(tmp_path: Path) -> None:
+    prefixes = tmp_path / "prefixes.jsonl"
+    whole = {"prompt": list(range(20, 84))}
+    prefixes.write_text(f"{json.dumps(whole | {'for': 'one'})}\n{json.dumps({'prompt': list(range(20, 52))})}\n")
+    with Served("--api-key", "one=key-of-one", "two=key-of-two", "--warm-prefix", str(prefixes)) as server:
+        assert cached(server, "key-of-one") == 63
+        assert cached(server, "key-of-two") == 32

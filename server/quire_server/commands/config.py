@@ -20,6 +20,7 @@ from quire_server.flags import ENGINE, SERVE, check_command_line
 from quire_server.http.tls import tls_context
 from quire_server.logs.output import check_collector
 from quire_server.settings import DEMO_MODEL, Settings, SettingsError, several_models
+from quire_server.warming import read_prefixes
 
 _NAME = "config check"
 
@@ -86,6 +87,7 @@ def _problems(settings: Settings, notes: list[str]) -> Iterator[str]:
         lambda: tls_context(settings),
         lambda: check_collector("traces", settings.otlp_traces_endpoint),
         lambda: check_collector("metrics", settings.otlp_metrics_endpoint),
+        lambda: settings.warm_prefix is None or read_prefixes(settings.warm_prefix),
         links,
         *(partial(model, each) for each in models),
     )

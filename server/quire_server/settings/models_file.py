@@ -24,6 +24,7 @@ _EXCLUDED = {
     "replicas": "a model has one engine here",
     "engines": "the models' engines are this machine's",
     "api_server_count": "one process accepts connections here",
+    "warm_prefix": "a model's engine may start and end at any time",
     "kv_events_config": "events of a cache name no model",
     "tensor_parallel_size": "a model is computed by one process here",
     "enable_fault_injection": "a fault names no model",

@@ -97,6 +97,9 @@ class ServerFields(BaseModel):
     batch_dir: Path | None = option(
         None, "Limits", "folder that keeps /v1/files and /v1/batches over restarts; default: none are kept"
     )
+    warm_prefix: Path | None = option(
+        None, "Limits", "JSON lines with prompts and messages that are computed into the prefix cache before the start"
+    )
 
     # -- Streaming
     stream_interval: Positive = option(1, "Streaming", "tokens per streamed chunk; the first comes at once", "tokens")
