@@ -100,6 +100,16 @@ class Batch:
         """The slices that are not rows of columns: all, but for a `decodes.BatchInColumns`."""
         return self.items
 
+    @property
+    def num_items(self) -> int:
+        """As many as `items` has, without making them."""
+        return len(self.items)
+
+    @property
+    def rows_context(self) -> int:
+        """Tokens that the rows of columns attend to together, their own included."""
+        return 0
+
     def whole(self) -> Batch:
         """The batch without columns."""
         return self

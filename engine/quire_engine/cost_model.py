@@ -36,10 +36,10 @@ class StepSizes(NamedTuple):
 def step_sizes(batch: Batch) -> StepSizes:
     """The sizes of a planned step. A guessed token behind a decode is a row as a decode is."""
     if batch.num_tokens == batch.num_decodes:
-        context = sum([item.start + 1 for item in batch.items])
+        context = batch.rows_context + sum([item.start + 1 for item in batch.others])
         return StepSizes(batch.num_tokens, batch.num_decodes, context, 0)
-    context = before = 0
-    for item in batch.items:
+    context, before = batch.rows_context, 0
+    for item in batch.others:
         num_tokens = len(item.token_ids)
         if num_tokens == 1 + item.num_drafts:
             context += sum(range(item.start + 1, item.end + 1))

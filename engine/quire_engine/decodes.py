@@ -119,6 +119,14 @@ class BatchInColumns(Batch):
     def others(self) -> tuple[ScheduledSequence, ...]:
         return self._others
 
+    @property
+    def num_items(self) -> int:
+        return len(self.decodes) + len(self._others)
+
+    @property
+    def rows_context(self) -> int:
+        return int(self.decodes.positions.sum()) + len(self.decodes)
+
     def merged_column(self, rows: Column, others: Sequence[int]) -> array[int]:
         """A number of each row and one of each other slice, in the order of the batch."""
         merged = array("q")

@@ -47,6 +47,8 @@ def state(simulation: Simulation) -> tuple[Any, ...]:
     elder_age=st.sampled_from([0, 64]),
     chunk=st.sampled_from([17, 48]),
     itl_target=st.sampled_from([0.0, 0.02, 0.1]),
+    columns_from=st.sampled_from([None, 1, 3]),
+    plans_ahead=st.booleans(),
 )
 def test_a_leap_is_so_many_steps(
     *,
@@ -57,6 +59,8 @@ def test_a_leap_is_so_many_steps(
     elder_age: int,
     chunk: int,
     itl_target: float,
+    columns_from: int | None,
+    plans_ahead: bool,
 ) -> None:
     asked = replace(Setup(), cost=COST, max_num_queued_reqs=6).with_settings(
         [
@@ -67,7 +71,9 @@ def test_a_leap_is_so_many_steps(
         ]
     )
     rows = sorted(rows, key=lambda row: row.at)
-    by_leaps, by_steps = Simulation(asked), Simulation(asked, leaps=False)
+    asked = replace(asked, scheduler=replace(asked.scheduler, plans_ahead=plans_ahead))
+    by_leaps = Simulation(asked, columns_from=columns_from)
+    by_steps = Simulation(asked, leaps=False, columns_from=None)
     by_leaps.run(rows)
     by_steps.run(rows)
     by_leaps._scheduler.check_invariants()
@@ -92,6 +98,16 @@ def test_leaps_are_taken() -> None:
     simulation.run([TraceRow(at=float(i), input_tokens=20, output_tokens=100) for i in range(5)])
     assert sum(leapt) >= 5
     assert simulation.outcome.steps > 10 * len(leapt)
+
+
+def test_leaps_out_of_the_columns_are_taken() -> None:
+    """Where they are long; all sequences but the elder are in the columns again afterwards."""
+    simulation, in_columns = Simulation(replace(Setup(), cost=COST)), []
+    take = simulation._leap
+    simulation._leap = lambda due: take(due) and (in_columns.append(len(simulation._scheduler._columns)) or True)  # type: ignore[method-assign]
+    simulation.run([TraceRow(at=0.0, input_tokens=20, output_tokens=100 + 20 * i) for i in range(24)])
+    assert in_columns[:3] == [23, 22, 21]
+    assert simulation.outcome.steps > 4 * len(in_columns)
 
 
 def test_leaps_beside_a_prompt_are_taken() -> None:

@@ -18,6 +18,7 @@ from quire_engine.scheduling.step_plan import StepPlan
 
 _SIMPLE = ("fcfs", "priority", "wfq")  # policies that count no tokens, or each by itself
 _FEWEST = 2
+_FEWEST_OF_COLUMNS = 8  # where sequences have to leave the columns for it, in which single steps are cheap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +45,11 @@ def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float, num_left
     sequences = _decoding(scheduler)
     if not sequences:
         return None
-    num_context = sum(len(sequence.token_ids) for sequence in sequences)
     request_ids = [sequence.group.request.request_id for sequence in sequences]
-    most = min(map(num_left, request_ids)) - 1
+    most, fewest = min(map(num_left, request_ids)) - 1, _FEWEST_OF_COLUMNS if len(scheduler._columns) else _FEWEST
+    if most < fewest:
+        return None
+    num_context = sum(sequence.num_known for sequence in sequences)
     available, size = scheduler._kv.num_available, scheduler._kv.block_size
     ends: list[float] = []
     ages = [0] * size  # number of sequences that need a block in step i, by i modulo the block size
@@ -65,9 +68,12 @@ def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float, num_left
         now += cost.decode_seconds(len(sequences), num_context)
         num_context += len(sequences)
         ends.append(now)
-    if len(ends) < _FEWEST:
+    if len(ends) < fewest:
         return None
+    for sequence in sequences:
+        sequence.settle()
     blocks_used = _advance(scheduler, sequences, len(ends))
+    _welcome(scheduler, sequences)
     scheduler._step += len(ends)
     scheduler._applied_at = now
     scheduler._prefill_tokens, scheduler._decode_tokens = 0, len(sequences)
@@ -88,7 +94,13 @@ def prompt_leap(
     prompt, kv, size = group.leader, scheduler._kv, scheduler._kv.block_size
     request_ids = [sequence.group.request.request_id for sequence in decodes]
     most = min(map(num_left, request_ids), default=sys.maxsize) - 1
-    num_context = sum(len(sequence.token_ids) for sequence in decodes)
+    if len(scheduler._columns):
+        chunks = group.pending(prompt) // max(_chunk(scheduler, group, len(decodes)), 1)
+        if min(most, chunks) < _FEWEST_OF_COLUMNS:
+            return None
+        for sequence in decodes:
+            sequence.settle()
+    num_context = sum(sequence.num_known for sequence in decodes)
     ends: list[float] = []
     blocks_used, prompt_tokens = [], []
     while len(ends) < most and now < due:
@@ -107,6 +119,7 @@ def prompt_leap(
         ends.append(now)
         prompt_tokens.append(chunk)
     if not ends:
+        _welcome(scheduler, decodes)
         return None
     for sequence in decodes:
         end = sequence.kv.num_computed + len(ends)
@@ -115,11 +128,19 @@ def prompt_leap(
         kv.advance(sequence, end)
         if end % size:
             kv.commit(sequence, end)
+    _welcome(scheduler, decodes)
     scheduler._planner._turns.first([group], [])
     scheduler._step += len(ends)
     scheduler._applied_at = now
     scheduler._prefill_tokens, scheduler._decode_tokens = prompt_tokens[-1], len(decodes)
     return Leap(request_ids=request_ids, ends=ends, blocks_used=blocks_used, prompt_tokens=tuple(prompt_tokens))
+
+
+def _welcome(scheduler: Scheduler, sequences: list[Sequence]) -> None:
+    """Into the columns those that single steps would have there."""
+    for sequence in sequences:
+        if sequence.columns is None and sequence.group.is_plain and sequence.group is not scheduler._planner.elder:
+            scheduler._columns.welcome(sequence, scheduler._roster.num_running)
 
 
 def _decoding_beside_prompt(scheduler: Scheduler) -> tuple[Group, list[Sequence]] | None:

@@ -1,4 +1,4 @@
-"""Turns rows of a load into requests for the engine, cheaply.
+"""Turns rows of a load into requests for the engine, cheaply, and knows the tokens that they sample.
 
 Promises: rows with equal block numbers get equal tokens there and nowhere else, also not in their outputs. Must not
 know: the scheduler.
@@ -9,7 +9,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from quire_engine.batch import SampledToken
+from quire_engine.decodes import DecodeRow, Decodes
 from quire_engine.simulation.contents import STOP
+from quire_engine.simulation.outcome import Served
 from quire_engine.simulation.traces import TraceRow
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 
@@ -61,3 +63,26 @@ def number_of(prompt_token_ids: tuple[int, ...]) -> int:
 @lru_cache(maxsize=4096)
 def _stop(max_new_tokens: int, ends_by_token: bool) -> StopParams:
     return StopParams(max_new_tokens=max_new_tokens, stop_token_ids=(STOP,) if ends_by_token else ())
+
+
+class DecodingRows:
+    """Knows of each live sequence the token that it repeats, and the position whose sample is its last."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, int]] = {}  # by sequence
+        self._rows: tuple[DecodeRow, ...] = ()  # of the step before
+        self._of_rows: list[tuple[int, int]] = []  # the same of these rows
+
+    def note(self, sequence_id: int, num_prompt_tokens: int, served: Served) -> None:
+        """A sequence has a sample, as every one has before it comes into the columns."""
+        if sequence_id not in self._known:
+            (own,), last = own_token(served.number), num_prompt_tokens + served.row.output_tokens - 2
+            self._known[sequence_id] = own.token_id, last
+
+    def tokens(self, decodes: Decodes) -> list[int]:
+        """The next token of each row: [N]."""
+        if decodes.rows is not self._rows:
+            self._rows = decodes.rows
+            self._of_rows = [self._known[row.sequence_id] for row in decodes.rows]
+        positions = decodes.positions.tolist()
+        return [STOP if at == last else own for at, (own, last) in zip(positions, self._of_rows, strict=True)]

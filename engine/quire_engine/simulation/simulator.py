@@ -13,17 +13,21 @@ from functools import partial
 from itertools import pairwise
 
 from quire_engine.batch import Batch, SampledToken, StepResult
+from quire_engine.decodes import BatchInColumns
 from quire_engine.errors import InfeasibleRequest
+from quire_engine.scheduling.decode_columns import FEWEST
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculation
 from quire_engine.simulation.guessing import SimulatedDrafter, drawn
 from quire_engine.simulation.leap import held_blocks, leap, prompt_leap
 from quire_engine.simulation.outcome import Moment, Outcome, Served
-from quire_engine.simulation.requests import as_request, number_of, own_token
+from quire_engine.simulation.requests import DecodingRows, as_request, number_of, own_token
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.traces import TraceRow
+from quire_engine.token_columns import Stream
 from quire_engine.types import TokenOutput
 
+_PAUSE = 4  # steps after which a leap is tried again where a step is cheap
 _MOMENTS = 4096  # most moments of a run; beyond them every second one is dropped
 Watcher = Callable[[Batch, float, float], None]  # (step, its beginning, its end)
 
@@ -31,22 +35,26 @@ Watcher = Callable[[Batch, float, float], None]  # (step, its beginning, its end
 class Simulation:
     """One run over one load."""
 
-    def __init__(self, setup: Setup, *, watch: Watcher | None = None, leaps: bool = True) -> None:
-        """`watch` is called for every step. `leaps`: take equal steps at once."""
+    def __init__(
+        self, setup: Setup, *, watch: Watcher | None = None, leaps: bool = True, columns_from: int | None = FEWEST
+    ) -> None:
+        """`watch` is called for every step. `leaps`: take equal steps at once. `columns_from`: see `Scheduler`."""
         self._setup = setup
         self._cost = setup.cost
         # Without a step log: it would lack the steps of leaps, and nothing reads it.
         config = replace(setup.scheduler, limits=replace(setup.scheduler.limits, step_log=0))
         guesses = SimulatedDrafter(self._share_of)
         speculate = partial(Speculation, guesses, plans_ahead=config.plans_ahead) if setup.speculation else None
-        self._scheduler = Scheduler(
-            config, speculate=speculate, columns_from=None
-        )  # leaps take each sequence by itself
+        self._scheduler = Scheduler(config, speculate=speculate, columns_from=columns_from)
+        self._rows = DecodingRows()
         self._watch = watch
         self._leaps = leaps and watch is None and not setup.scheduler.plans_ahead and not setup.speculation
         self._now = 0.0
         self._live: dict[str, Served] = {}
         self._samples: dict[str, tuple[SampledToken, ...]] = {}  # of live requests: each has its own token
+        self._leap_from = 0  # the step before which none is tried
+        self._streams: tuple[Stream, ...] = ()  # of the last step with columns
+        self._streaming: list[Served] = []  # the same
         self._live_tokens = 0  # prompt tokens of live requests
         self._in_flight: deque[tuple[Batch, float]] = deque()  # steps in flight, with the time of their end
         self._free_at = 0.0  # when the executor becomes idle
@@ -120,15 +128,29 @@ class Simulation:
     def _collect(self) -> None:
         batch, ended = self._in_flight.popleft()
         self._now = max(self._now, ended)
-        for output in self._scheduler.apply(batch, StepResult(samples=self._sampled(batch)), self._now):
-            self._take(output)
+        decoded = self._rows.tokens(batch.decodes) if isinstance(batch, BatchInColumns) else None
+        result = StepResult(samples=self._sampled(batch), decoded=decoded)
+        outputs = self._scheduler.apply_columns(batch, result, self._now)
+        if not outputs.streams:
+            for output in outputs.others:
+                self._take(output)
+            return
+        if outputs.streams is not self._streams:
+            self._streams = outputs.streams
+            self._streaming = [self._live[stream.request_id] for stream in outputs.streams]
+        served = self._streaming
+        for some, others in outputs.parts():
+            self._take_tokens(served[some])
+            for output in others:
+                self._take(output)
 
     def _sampled(self, batch: Batch) -> dict[int, tuple[SampledToken, ...]]:
-        """The step's samples; none for sequences that have ended since it was planned."""
+        """The samples of slices that are not in columns; none for sequences that have ended since the step's plan."""
         sequences, samples = self._scheduler._roster.sequences, {}
-        for item in batch.items:
+        for item in batch.others:
             if item.wants_sample and (sequence := sequences.get(item.sequence_id)) is not None:
                 name = sequence.group.request.request_id
+                self._rows.note(item.sequence_id, item.num_prompt_tokens, self._live[name])
                 drafts = item.token_ids[len(item.token_ids) - item.num_drafts :]
                 samples[item.sequence_id] = drawn(self._samples[name], drafts, self._live[name].num_left)
         return samples
@@ -148,7 +170,7 @@ class Simulation:
         outcome.busy_seconds += self._free_at - begins
         outcome.computed_tokens += batch.num_tokens
         outcome.decode_tokens += batch.num_decodes
-        self._note_moment(begins, used, len(batch.items))
+        self._note_moment(begins, used, batch.num_items)
         if self._watch is not None:
             self._watch(batch, begins, self._free_at)
 
@@ -161,6 +183,14 @@ class Simulation:
         if len(moments) >= 2 * _MOMENTS:
             del moments[::2]
             self._stride *= 2
+
+    def _take_tokens(self, served: list[Served]) -> None:
+        """One more token of each, none of them the first or the last."""
+        now = self._now
+        self.outcome.gaps.extend([now - one.last_at for one in served])
+        for one in served:
+            one.last_at = now
+            one.num_tokens += 1
 
     def _take(self, output: TokenOutput) -> None:
         now, served = self._now, self._live[output.request_id]
@@ -188,9 +218,12 @@ class Simulation:
 
     def _leap(self, due: float) -> bool:
         """Take all steps at once that only repeat the last; False if not even two do."""
+        if self.outcome.steps < self._leap_from:
+            return False
         asked = (self._scheduler, self._cost, self._now, due, lambda name: self._live[name].num_left)
         taken = leap(*asked) or prompt_leap(*asked)
         if taken is None:
+            self._leap_from = self.outcome.steps + (_PAUSE if len(self._scheduler._columns) else 0)
             return False
         outcome, gaps = self.outcome, self.outcome.gaps
         count, running = len(taken.ends), len(taken.request_ids)
