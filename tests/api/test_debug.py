@@ -138,6 +138,17 @@ async def test_the_request_that_took_the_blocks_has_its_clients_name() -> None:
         assert "preempted 1 times, for mine (1)" in one["why"]
 
 
+async def test_the_request_with_the_same_beginning_has_its_clients_name() -> None:
+    async with asked(block_size=4, num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64) as it:
+        it.names.add(["mine"], ["e1"])
+        for name, last in (("e1", 7), ("e2", 8)):
+            it.run.add(request(name, (*range(100, 110), last), 1))
+            it.run.to_end()
+        (one,) = (await it.get("/debug/requests/e2"))["requests"]
+        assert (one["prefix"]["request_id"], one["prefix"]["client_id"]) == ("e1", "mine")
+        assert one["prefix"]["why"] == "It is like mine up to position 10, where it has token 8 and the other one 7."
+
+
 async def test_a_position_has_its_block_and_a_request_its_slack() -> None:
     """F7 and F8."""
     async with asked(num_blocks=64) as it:

@@ -104,6 +104,10 @@ def _translated(answer: dict[str, Any], name: str) -> dict[str, Any]:
         for one in answer.get(listed, ()):
             one["request_id"], _, epoch = one["request_id"].partition(EPOCH)
             one["replica"], one["moves"] = name, int(epoch or 0)
+            prefix = one.get("prefix")
+            if prefix and prefix["request_id"]:
+                bare = prefix["request_id"].partition(EPOCH)[0]
+                prefix |= {"request_id": bare, "why": prefix["why"].replace(prefix["request_id"], bare)}
             for taker in one.get("took_blocks", ()):
                 bare = taker["request_id"].partition(EPOCH)[0]
                 one["why"] = one["why"].replace(taker["request_id"], bare)

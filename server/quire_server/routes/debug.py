@@ -58,6 +58,7 @@ async def explain_request(request_id: RequestId, request: Request) -> Response:
     answer = msgspec.json.decode(await _ask(state, "request", ids=state.names.find(request_id)))
     for one in answer["requests"]:
         _named(state, one, "took_blocks")
+        _name_prefix(state, one["prefix"])
         for taker in one["took_blocks"]:
             one["why"] = one["why"].replace(taker["request_id"], taker["client_id"] or taker["request_id"])
     return _json(msgspec.json.encode(_named(state, answer, "requests")))
@@ -97,6 +98,15 @@ async def _ask(state: ServerState, what: str, replica: str = "", **arguments: ob
         raise NotRemembered(f"{str(error)[:1].upper()}{str(error)[1:]}.") from None
     except QuireError as error:
         raise NotReady(f"Not answered: {error}.", retry_after_seconds=RETRY_SECONDS) from None
+
+
+def _name_prefix(state: ServerState, prefix: dict[str, Any] | None) -> None:
+    """The request that a prompt has most in common with, by the name that its client knows."""
+    if prefix is not None:
+        name = prefix["request_id"]
+        prefix["client_id"] = known = None if name is None else state.names.name(name)
+        if known:
+            prefix["why"] = prefix["why"].replace(name, known)
 
 
 def _named(state: ServerState, answer: dict[str, Any], *lists: str) -> dict[str, Any]:

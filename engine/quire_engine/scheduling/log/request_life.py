@@ -55,6 +55,16 @@ class Spent:
     steps: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nearest:
+    """The earlier content of its cache scope with which a prompt has the longest common prefix."""
+
+    ordinal: int
+    num_tokens: int  # of that prefix
+    token: int | None  # the prompt's behind it; None: it ends there
+    other_token: int | None  # the other's
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestLife:
     """The record of one request so far."""
@@ -69,6 +79,8 @@ class RequestLife:
     wait_bound: int
     group: Group | None  # None after its end
     prompt_ordinal: int = 0  # the prompt's number in `Contents`
+    nearest: Nearest | None = None  # None: contents are not compared
+    reads_cache: bool = True  # a cached prefix may be used
     phase: Phase = "transit"
     reason: str = ""  # why it waits
     spent: dict[tuple[Phase, str], Spent] = field(default_factory=dict)

@@ -17,7 +17,7 @@ import numpy as np
 from quire_engine.batch import PENDING, Batch, SampledToken, ScheduledSequence, StepResult, num_accepted
 from quire_engine.decodes import BatchInColumns
 from quire_engine.limits import SchedulerLimits
-from quire_engine.scheduling.log.request_life import PreemptionMode, RequestLife
+from quire_engine.scheduling.log.request_life import Nearest, PreemptionMode, RequestLife
 from quire_engine.scheduling.log.step_records import NOTHING, Contents, EventKind, FailedPart
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
@@ -42,6 +42,7 @@ class StepLog:
         # Applied results that `settle` has not recorded yet, because outputs are sent first: step, outputs, number of
         # unfinished sequences, result, (seconds, time).
         self.results: list[tuple[int, Values[TokenOutput], int, StepResult, tuple[float, float]]] = []
+        self.block_size = limits.block_size
         self.now = 0.0  # the latest time that a call gave
         self._roster = roster
         self._contents = Contents.for_log(limits.step_log if limits.enable_prefix_caching else 0)
@@ -68,6 +69,10 @@ class StepLog:
     def name(self, sequence_id: int) -> tuple[str, int]:
         """(request_id, choice) of a sequence in one of the steps."""
         return self._names[sequence_id]
+
+    def request_of(self, ordinal: int) -> str | None:
+        """The request of an event with this ordinal, if the log has it yet."""
+        return next((event.request_id for event in reversed(self.events) if event.ordinal == ordinal), None)
 
     def contexts(self, step_id: int) -> dict[str, int]:
         """The tokens that each request of a step attends to, over all its choices; empty if the step is forgotten."""
@@ -96,6 +101,7 @@ class StepLog:
             num_resumed_tokens=sum(map(len, request.resumed_token_ids)),
             wait_bound=group.wait_bound,
             group=group,
+            reads_cache=group.reads_cache,
         )
         for sequence in group.sequences:
             self._register(sequence, life)
@@ -112,6 +118,13 @@ class StepLog:
         if self._contents.compares:
             event.shared = self._contents.add(event.ordinal, request.cache_salt, request.prompt_token_ids)
             event.complete_from = self._contents.complete_from
+            ordinal, common = event.shared
+            life.nearest = Nearest(
+                ordinal=ordinal,
+                num_tokens=common,
+                token=self._contents.token_at(event.ordinal, common),
+                other_token=self._contents.token_at(ordinal, common),
+            )
 
     def pruned(self, sequence: Sequence) -> None:
         """A beam is pruned: its sequence is about to get another beam."""

@@ -167,6 +167,12 @@ class Contents:
         self._forget(before)
         return shared
 
+    def token_at(self, number: int, position: int) -> int | None:
+        """The token of a content at a position; None where it has ended before, or is not kept any more."""
+        begin = _SALT_BYTES + position * _TOKEN_BYTES
+        piece = self._of.get(number, b"")[begin : begin + _TOKEN_BYTES]
+        return array("i", piece)[0] if piece else None
+
     def _root(self, salt: str) -> bytes:
         """The first bytes of a content: contents with different salts share nothing."""
         return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=_SALT_BYTES, key=self._key).digest()

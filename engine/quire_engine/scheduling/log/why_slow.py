@@ -1,6 +1,7 @@
 """Explains a request's latency: its time in each phase, and one sentence on the largest cause.
 
-The parts before the first token add up to the time to first token, and all parts to the request's whole time.
+The parts before the first token add up to the time to first token, and all parts to the request's whole time. Of the
+prompt it says why no more was cached; of its tokens it names the one in which an earlier prompt differs, and no other.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence as Values
 from dataclasses import asdict, dataclass
 
-from quire_engine.scheduling.log.request_life import Phase, RequestLife, Spent
+from quire_engine.scheduling.log.request_life import Nearest, Phase, RequestLife, Spent
 from quire_engine.scheduling.log.step_log import Step, StepLog
 
 MOST_TAKERS = 8  # in one explanation
@@ -86,6 +87,7 @@ def explanation(life: RequestLife, step: int, log: StepLog) -> dict[str, object]
         "num_stalls": life.num_stalls,
         "stalls": [asdict(each) for each in life.stalls],
         "decode_beside_prompts": beside,
+        "prefix": _prefix(life, log),
         "why": _why(life, account, beside, takers),
     }
 
@@ -187,3 +189,51 @@ def _cause(phase: Phase, reason: str) -> str:
     if phase == "transit" and reason:
         return _ON_THE_WAY[reason]
     return _PHASES[phase]
+
+
+def _prefix(life: RequestLife, log: StepLog) -> dict[str, object] | None:
+    """The cached part of the prompt, and the reason why it is no longer; None where nothing is kept to be compared.
+
+    `common_tokens`: how long its beginning is that of an earlier content of its cache scope, of `request_id`; there it
+    has `token`, and the other one `other_token`, null where they end.
+    """
+    nearest = life.nearest
+    if nearest is None:
+        return None
+    other = log.request_of(nearest.ordinal) if nearest.num_tokens else None
+    return {
+        "cached_tokens": life.num_cached_tokens,
+        "common_tokens": nearest.num_tokens,
+        "request_id": other,
+        "token": nearest.token,
+        "other_token": nearest.other_token,
+        "why": _why_no_more(life, log, other or "an earlier request"),
+    }
+
+
+def _why_no_more(life: RequestLife, log: StepLog, other: str) -> str:
+    nearest, cached = life.nearest, life.num_cached_tokens
+    if nearest is None or life.first_step is None:
+        return "It has not begun to run."
+    common = nearest.num_tokens
+    if not life.reads_cache:
+        return "Its prompt is computed whole: its log-probabilities, or the mean of its rows, were asked for."
+    if not common:
+        return "Nothing that is remembered in its cache scope begins with its first token."
+    if common - cached >= log.block_size and cached < life.num_prompt_tokens - 1:
+        return (
+            f"Its first {common} tokens are those of {other}; behind {cached} of them the blocks were not computed yet,"
+            " or had been given to others: more KV memory keeps them for longer."
+        )
+    return _where_they_part(nearest, other)
+
+
+def _where_they_part(nearest: Nearest, other: str) -> str:
+    if nearest.token is None:
+        return f"All of it is the beginning of {other}."
+    if nearest.other_token is None:
+        return f"It goes on behind the {nearest.num_tokens} tokens of {other}."
+    return (
+        f"It is like {other} up to position {nearest.num_tokens}, where it has token {nearest.token} and the other one"
+        f" {nearest.other_token}."
+    )

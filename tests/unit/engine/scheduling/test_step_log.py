@@ -287,3 +287,59 @@ def test_blocks_of_an_earlier_run_are_counted_where_their_contents_are_missing()
     answer = scheduler.answer("steps", {"events": True})
     assert isinstance(answer, dict)
     assert (answer["restored_blocks"], answer["format"]) == (2, 2)
+
+
+def test_where_a_prompt_parts_from_an_earlier_one_is_told() -> None:
+    run = new_run(block_size=4, num_blocks=64, max_num_batched_tokens=64, max_num_seqs=8)
+    first = tuple(range(100, 120))
+    asked = {
+        "first": first,
+        "same": first,
+        "parts": (*first[:10], 7, *first[11:]),
+        "short": first[:9],
+        "on": (*first[:10], 7, *first[11:], 1, 2),
+        "other": tuple(range(200, 220)),
+    }
+    for name, prompt in asked.items():
+        run.add(request(name, prompt, 1))
+        run.to_end()
+    told_of = {name: told(run, name)["prefix"] for name in asked}
+    assert told_of["first"]["why"] == told_of["other"]["why"]
+    assert "begins with its first token" in told_of["other"]["why"]
+    assert (told_of["other"]["common_tokens"], told_of["other"]["request_id"]) == (0, None)
+    parts = told_of["parts"]
+    assert (parts["cached_tokens"], parts["common_tokens"], parts["token"], parts["other_token"]) == (10, 10, 7, 110)
+    assert parts["request_id"] in {"first", "same"}
+    assert "up to position 10, where it has token 7 and the other one 110" in parts["why"]
+    assert (told_of["same"]["cached_tokens"], told_of["same"]["token"]) == (19, None)
+    assert told_of["same"]["why"] == "All of it is the beginning of first."
+    assert told_of["short"]["why"].startswith("All of it is the beginning of ")
+    assert told_of["on"]["why"].startswith("It is like parts up to position 20, where it has token 1 and")
+    run.add(request("live", (1, 2, 3), 1), request("longer", (1, 2, 3, 4), 1))
+    run.to_end()
+    assert told(run, "longer")["prefix"]["why"] == "It goes on behind the 3 tokens of live."
+
+
+def test_a_prefix_that_was_lost_is_told_apart_from_one_that_never_was() -> None:
+    run = new_run(block_size=4, num_blocks=8, max_num_batched_tokens=64, max_num_seqs=8)
+    prompt = tuple(range(100, 120))
+    run.add(request("first", prompt, 1))
+    run.to_end()
+    run.add(request("large", tuple(range(200, 230)), 1))
+    run.to_end()
+    run.add(
+        request("again", prompt, 1),
+        request("scored", prompt, 1, prompt_logprobs=0),
+        request("salted", prompt, 1, salt="s"),
+    )
+    run.to_end()
+    again = told(run, "again")["prefix"]
+    assert again["common_tokens"] == 20
+    assert again["cached_tokens"] < 16
+    assert "Its first 20 tokens are those of first" in again["why"]
+    assert "had been given to others" in again["why"]
+    assert "computed whole" in told(run, "scored")["prefix"]["why"]
+    assert told(run, "salted")["prefix"]["common_tokens"] == 0
+    without = new_run(enable_prefix_caching=False)
+    without.add(request("a", 4, 1))
+    assert told(without, "a")["prefix"] is None
