@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from quire_engine.config import EnginePlan
 from quire_engine.types import WAIT_REASONS
 from quire_server.metrics.adapter_metrics import AdapterMetrics
+from quire_server.metrics.energy import EnergyMetrics
 from quire_server.metrics.history import MINUTE, History
 from quire_server.metrics.metric_catalog import (
     REJECT_REASONS,
@@ -84,7 +85,7 @@ class Metrics:
         self._engine = EngineMetrics(values)
         self._plan = PlanMetrics(values)
         self._minute = MinuteMetrics(values)
-        self.tenants = TenantMetrics(values, tenants)
+        self.tenants, self.energy = TenantMetrics(values, tenants), EnergyMetrics(values)
         self._adapters, self.models, self.batches = AdapterMetrics(values), ModelMetrics(values), BatchMetrics(values)
         self.observe_step, self.load_took = (
             self._engine.observe,
@@ -243,6 +244,7 @@ class Metrics:
 
     def tick(self) -> bytes:
         """A second has passed: update the gauges over the last minute; returns the new values as JSON."""
+        self.energy.tick()
         history = self.history
         news = history.tick(time.monotonic(), time.time())
         self._minute.show(
