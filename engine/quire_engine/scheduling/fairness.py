@@ -144,10 +144,13 @@ class FairQueue:
     """
 
     def arrange(self, waiting: list[Group], num_cached_tokens: Callable[[Group], int]) -> Iterable[Group]:  # noqa: ARG002
-        queues: dict[Account, dict[Account, list[Group]]] = {}
+        of_sizes: dict[Account, list[Group]] = {}
         for group in waiting:
             if group.account is not None:  # every group has one under this policy
-                queues.setdefault(group.account.payer, {}).setdefault(group.account, []).append(group)
+                of_sizes.setdefault(group.account, []).append(group)
+        queues: dict[Account, dict[Account, list[Group]]] = {}
+        for account, groups in of_sizes.items():
+            queues.setdefault(account.payer, {})[account] = groups
         return _by_turns(
             {payer: _by_turns({a: iter(own) for a, own in sizes.items()}) for payer, sizes in queues.items()}
         )

@@ -22,7 +22,7 @@ One step, `Planner.plan`, assigns `max_num_batched_tokens` tokens:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Values
 from itertools import chain, takewhile
 
@@ -232,17 +232,20 @@ class Admission:
         entered: list[Group] = []
         passed_over: list[Group] = []
         without_room: list[Group] = []  # groups whose adapter waits for the end of another's use
+        visited: list[Group] = []  # groups that might have entered
         is_turn_over = False  # one of those has been overtaken often enough: no group with an adapter enters
-        for group in self._by_class():
-            if closed is None and plan.budget == 0:
-                closed = "budget"
-            if closed is not None:
-                self._let_wait(group, closed, plan)
-                continue
+        queue = self._by_class()
+        if closed is not None or plan.budget == 0:
+            self._let_all_wait(queue, closed or "budget", visited, plan)
+            return entered
+        for group in queue:
+            if closed is not None or plan.budget == 0:
+                self._let_all_wait(chain([group], queue), closed or "budget", visited, plan)
+                break
+            visited.append(group)
             if not self._accounts.has_seats(group, self._roster.running):
-                self._let_wait(
-                    group, "slots", plan
-                )  # its tenant's quota is used up: others that enter do not bypass it
+                # Its tenant's quota is used up: others that enter do not bypass it.
+                self._let_wait(group, "slots", plan)
                 continue
             # What others hold beside their adapters is of no use to a group that waits for the end of an adapter's use,
             # and groups without an adapter do not put that end off.
@@ -334,9 +337,11 @@ class Admission:
 
         False if that would not let the group enter.
         """
-        need = self._need(group, self._match(group))
         cause: PreemptionCause = "class"
         victims = self._classes.victims(group, self._roster.running, plan.elder)
+        if not victims and (self._shares is None or not self._shares.are_kept):
+            return False
+        need = self._need(group, self._match(group))
         if not victims and self._shares is not None and self._shares.is_owed(group, need):
             cause, victims = "share", self._shares.most_above(plan.elder)
         if not victims:
@@ -347,6 +352,16 @@ class Admission:
             return False  # a preemption would not help
         self._preemptor.preempt_for_waiting(victims, cause, plan, by=group)
         return True
+
+    def _let_all_wait(self, queue: Iterable[Group], reason: WaitReason, visited: list[Group], plan: StepPlan) -> None:
+        """Let the rest of the queue wait; `visited`: the groups before it. Of a long one most have that reason yet."""
+        others = [group for group in self._roster.waiting if group.wait_reason != reason]
+        num_changed = len(set(others).difference(visited)) if others else 0
+        for group in queue:
+            if not num_changed:
+                return
+            num_changed -= group.wait_reason != reason
+            self._let_wait(group, reason, plan)
 
     def _let_wait(self, group: Group, reason: WaitReason, plan: StepPlan) -> None:
         if group.wait_reason != reason:

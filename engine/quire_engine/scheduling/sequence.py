@@ -225,6 +225,8 @@ class Group:
         It is a choice without output, if there is one. The first output token of every such choice is then sampled from
         the leader's last row, and the other choices are forked at the end of the prompt.
         """
+        if len(self.sequences) == 1:
+            return self.sequences[0]
         return next((s for s in self.sequences if s.num_output_tokens == 0), self.sequences[0])
 
     @property

@@ -30,6 +30,11 @@ class TenantShares:
         self._accounts = accounts
         self._seats, self._blocks = max_num_seqs, num_blocks
 
+    @property
+    def are_kept(self) -> bool:
+        """Whether there are several tenants: of one alone nothing is owed."""
+        return self._accounts.num_tenants > 1
+
     def is_owed(self, group: Group, need: int) -> bool:
         """Whether a waiting group, which would take `need` blocks, stays within its tenant's share."""
         payer, weights = group.payer, self._weights()
@@ -56,7 +61,7 @@ class TenantShares:
 
     def _weights(self) -> dict[Account, float]:
         """The weights of the tenants with a running or waiting group; empty where all requests are of one tenant."""
-        if self._accounts.num_tenants < 2:
+        if not self.are_kept:
             return {}
         groups = (*self._roster.running, *self._roster.waiting)
         return {payer: payer.weight for group in groups if (payer := group.payer) is not None}
