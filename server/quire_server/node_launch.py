@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from quire_server.launch import (
     stop_signals,
 )
 from quire_server.logs import Output
+from quire_server.service_manager import service_manager
 from quire_server.settings import Settings
 
 CHUNK_FOR_OTHERS = 64  # tokens of a prompt
@@ -68,7 +70,8 @@ def _run(settings: Settings, output: Output) -> int:
 
 
 async def _serve(settings: Settings, output: Output) -> int:
-    with stop_signals() as stop:
+    async with AsyncExitStack() as stack:
+        stop = stack.enter_context(stop_signals())
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, stop.received, signal.SIGHUP)
         policy = restart_policy(settings, tells_alive=True)
         listeners = cache_listeners(settings.kv_events_config, 1)
@@ -77,6 +80,7 @@ async def _serve(settings: Settings, output: Output) -> int:
         tokenizer = await asyncio.to_thread(tokenizer_digest, Path(settings.tokenizer or settings.model_path))
         node = Node(engine, security_of(settings), silence_seconds=settings.replica_silence, tokenizer=tokenizer)
         starting = asyncio.create_task(engine.start())
+        manager = await stack.enter_async_context(service_manager(stop.asked, lambda: "loading"))
         try:
             where = await node.listen(parse_address(settings.listen or "", "--listen"))
             log.info("a node listens on %s; fronts wait until the model is loaded", ", ".join(map(str, where)))
@@ -86,6 +90,7 @@ async def _serve(settings: Settings, output: Output) -> int:
                 return DONE
             node.started(_named(starting.result(), digest))
             _greet(starting.result())
+            manager.ready(f"a node on {', '.join(map(str, where))}")
             await _first(stop.asked, engine.dead)
             if not engine.dead.done():
                 await _wind_up(node, settings, stop)

@@ -32,6 +32,7 @@ from quire_server.http.starting import AppSwitch, StartProgress, starting_app
 from quire_server.logs.requests import log_order, log_reply, log_signal
 from quire_server.logs.throughput import log_throughput
 from quire_server.metrics.metrics import while_loading
+from quire_server.service_manager import service_manager
 from quire_server.settings import Settings
 from quire_server.several_launch import SeveralEngines
 from quire_server.warming import warm
@@ -58,9 +59,13 @@ async def serve(settings: Settings, engines: Engines | SeveralEngines, starting:
     Raises ConfigError and ModelLoadError.
     """
     credentials = Credentials(settings)
-    switch = AppSwitch(_while_starting(settings, engines, credentials))
+    began = time.monotonic()
+    switch = AppSwitch(_while_starting(settings, engines, credentials, began))
     with _reloads(credentials, stop):
-        async with _listening(switch, settings, credentials) as (listening, listener_task, others):
+        async with (
+            service_manager(stop.asked, lambda: f"loading: {_progress(engines, began)}") as manager,
+            _listening(switch, settings, credentials) as (listening, listener_task, others),
+        ):
             log.info("listening on %s; until the model is loaded requests get 503", listening.where)
             building = asyncio.create_task(_build(settings, engines, starting, credentials))
             await _first(building, stop.asked, listener_task)
@@ -84,6 +89,7 @@ async def serve(settings: Settings, engines: Engines | SeveralEngines, starting:
                 gc.collect()
                 gc.freeze()
                 listener.announce(listening)
+                manager.ready(f"serving {settings.model_names[0]} on {listening.where}")
                 _greet(settings, state, listening)
                 await _first(stop.asked, engines.dead, listener_task)
                 await _wind_up(settings, state, engines, app.state.requests, stop, others=others)
@@ -122,18 +128,23 @@ async def _listening(
             settings.uds.unlink(missing_ok=True)
 
 
-def _while_starting(settings: Settings, engines: Engines | SeveralEngines, credentials: Credentials) -> ASGIApp:
+def _progress(engines: Engines | SeveralEngines, began: float) -> StartProgress:
+    """The progress of a start that began at a time of the monotonic clock."""
+    current, elapsed = engines.progress, time.monotonic() - began
+    if current is None:
+        return StartProgress(phase="starting", done=0, total=0, unit="", elapsed_seconds=elapsed)
+    return StartProgress(
+        phase=current.phase, done=current.done, total=current.total, unit=current.unit, elapsed_seconds=elapsed
+    )
+
+
+def _while_starting(
+    settings: Settings, engines: Engines | SeveralEngines, credentials: Credentials, began: float
+) -> ASGIApp:
     """The application that reports the progress of the start."""
-    began = time.monotonic()
 
     def progress() -> StartProgress:
-        current = engines.progress
-        elapsed = time.monotonic() - began
-        if current is None:
-            return StartProgress(phase="starting", done=0, total=0, unit="", elapsed_seconds=elapsed)
-        return StartProgress(
-            phase=current.phase, done=current.done, total=current.total, unit=current.unit, elapsed_seconds=elapsed
-        )
+        return _progress(engines, began)
 
     def on_reply(reply: Reply) -> None:
         log_order(reply, settings.root_path)

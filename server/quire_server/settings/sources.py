@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -121,6 +122,24 @@ def vllm_key() -> dict[str, object]:
 def admin_key_of_environment() -> str:
     """The operator's key that a command sends to a Quire server; empty if none is set."""
     return os.environ.get(f"{ENV_PREFIX}ADMIN_API_KEY", "").strip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotifyAddress:
+    """Where a service manager wants to be told, as sd_notify(3) has it."""
+
+    path: str  # of a datagram socket; with an @ first a name in the abstract namespace
+    watchdog_seconds: float | None  # it ends a process that is silent for so long; None: it does not
+
+
+def notify_address() -> NotifyAddress | None:
+    """What a service manager has set for this process; None where there is none."""
+    path = os.environ.get("NOTIFY_SOCKET", "")
+    if not path.startswith(("/", "@")):
+        return None
+    microseconds, process = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
+    is_watched = microseconds.isdecimal() and int(microseconds) > 0 and process in {"", str(os.getpid())}
+    return NotifyAddress(path=path, watchdog_seconds=int(microseconds) / 1e6 if is_watched else None)
 
 
 def environment_names() -> tuple[str, ...]:
