@@ -36,7 +36,7 @@ COMMANDS = {
     "build-kernels": ("quire_server.commands.build_kernels", "compile the CPU kernels now, not at the first start"),
     "pack": ("quire_server.commands.pack", "pack a model's weights now, not at the first start"),
     "trace": ("quire_server.commands.trace", "tell what a running server's scheduler does, step by step, and why"),
-    "config": ("quire_server.commands.config", "check the settings of a server without starting it"),
+    "config": ("quire_server.commands.config", "check settings without a start, or translate those of another server"),
     "completion": ("quire_server.commands.completion", "print what completes these words in bash, zsh or fish"),
     "health": ("quire_server.commands.health", "ask the server that runs here whether it takes requests"),
     "version": ("quire_server.commands.version", "print the version"),

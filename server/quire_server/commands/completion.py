@@ -16,7 +16,7 @@ from quire_server.flags import SERVE
 from quire_server.flags import build_parser as parser_of
 
 # First arguments that are words of the command's own.
-_WORDS = {"completion": tuple(SHELLS), "config": ("check",)}
+_WORDS = {"completion": tuple(SHELLS), "config": ("check", "from")}
 _TAKES_FLAGS_OF_SERVE = ("run-batch", "config")
 
 

@@ -1,4 +1,4 @@
-"""`quire config check`: reads flags, environment and files as a server would, and says what is wrong with them.
+"""`quire config`: checks the settings of a server without starting it, and translates command lines of other servers.
 
 Promises: every problem that can be told without a model or a socket, a line each, by the name of its setting; nothing
 is started, downloaded or written. The exit code is 0 where nothing is wrong, else 2.
@@ -21,12 +21,16 @@ from quire_server.http.tls import tls_context
 from quire_server.logs.output import check_collector
 from quire_server.settings import DEMO_MODEL, Settings, SettingsError, several_models
 from quire_server.warming import read_prefixes
+from quire_server.settings.migration import translate_words
+from quire_server.settings.migration_tables import SERVERS
 
 _NAME = "config check"
 
 
 def run(argv: Sequence[str]) -> int:
     """Check a server's settings, or with --node a node's; the process's exit code."""
+    if argv[:1] == ["from"]:
+        return _translate(argv[1:])
     asked, rest = build_parser().parse_known_args(argv)
     given, problems = check_command_line(rest, ENGINE if asked.node else SERVE)
     notes: list[str] = []
@@ -48,14 +52,27 @@ def build_parser() -> ArgumentParser:
     parser = Parser(
         prog="quire config",
         description="Read the settings of a server as `quire serve` would, from flags, environment and --config file,"
-        " and say every problem without starting it. All further flags are those of `quire serve`.",
+        " and say every problem without starting it; all further flags are those of `quire serve`. Or print the command"
+        f" line of `quire serve` that does what another server's did: quire config from {'|'.join(SERVERS)} FLAGS.",
         allow_abbrev=False,
     )
-    parser.add_argument("action", choices=("check",))
-    parser.add_argument(
-        "--node", action="store_true", help="the settings of a node: the flags are those of quire engine"
-    )
+    parser.add_argument("action", choices=("check", "from"))
+    parser.add_argument("--node", action="store_true", help="check a node's settings, of quire engine")
     return parser
+
+
+def _translate(argv: Sequence[str]) -> int:
+    """Print the command line that does what one of another server did, and what is to be said of its words."""
+    name, *words = argv or [""]
+    if name not in SERVERS:
+        return complain("config from", f"expected one of {', '.join(SERVERS)}, and its flags", BAD_USAGE)
+    server = SERVERS[name]
+    found = translate_words(server, words[1:] if words[:1] == ["--"] else words)
+    print(found.command)
+    for line in found.notes:
+        print(f"# {line}")
+    problems = [*found.problems, *check_command_line(found.words)[1]]
+    return complain("config from", "\n".join(problems), BAD_USAGE) if problems else DONE
 
 
 def _problems(settings: Settings, notes: list[str]) -> Iterator[str]:

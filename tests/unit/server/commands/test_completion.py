@@ -100,6 +100,7 @@ LINES = [
     ("serve --port ", set()),
     ("completion f", {"fish"}),
     ("config ch", {"check"}),
+    ("config fr", {"from"}),
     ("config check --max-num-se", {"--max-num-seqs"}),
     ("engine --liste", {"--listen"}),
     ("bench --concurr", {"--concurrency"}),

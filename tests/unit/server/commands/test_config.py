@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from quire_engine.demo import demo_model_path
 from quire_server import cli
 from quire_server.flags import ENGINE, check_command_line, parse_command_line
 from quire_server.settings import SettingsError
+from support.documents import section
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +127,16 @@ def test_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
             cli.main(words)
         assert caught.value.code == 2
         assert capsys.readouterr().err.startswith("quire config: ")
+
+
+def test_the_example_of_the_documents(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    block = section("docs/install.md", "Check the settings").split("```console\n$ ")[1].split("```")[0]
+    command, *expected = block.splitlines()
+    variable, program, *words = shlex.split(command)
+    monkeypatch.setenv(*variable.split("="))
+    assert (program, words[:2]) == ("quire", ["config", "check"])
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err.splitlines() == expected
 
 
 CASES = [
