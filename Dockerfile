@@ -59,7 +59,15 @@ RUN /opt/tools/bin/cyclonedx-py environment --pyproject pyproject.toml --output-
     --output-file /opt/quire/quire.cdx.json /opt/quire/bin/python
 
 FROM base-${DEVICE}
-LABEL org.opencontainers.image.title="quire" org.opencontainers.image.licenses="Apache-2.0"
+# Of the package; tests/unit/test_image_files.py holds it against pyproject.toml. --build-arg REVISION=$(git rev-parse HEAD)
+ARG VERSION=0.1.0
+ARG REVISION=""
+ARG DEVICE
+LABEL org.opencontainers.image.title="quire" \
+    org.opencontainers.image.description="An OpenAI-compatible LLM serving daemon (${DEVICE})" \
+    org.opencontainers.image.version="${VERSION}" \
+    org.opencontainers.image.revision="${REVISION}" \
+    org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/quire /opt/quire
 RUN useradd --uid 2000 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin quire
 USER 2000

@@ -8,6 +8,7 @@ JOBS ?= 2
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
 .PHONY: help serve test kernel-test kernel-matrix schema-test draft-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim \
+  wheel wheel-test release \
   schedule-test property-test model-matrix emulated-test damage-test token-test model-sweep hostile replica-test rank-test batch-test models-test ray-test soak api-fuzz audit lock sbom check format bench headline \
   clean
 
@@ -45,6 +46,9 @@ HELP := \
   "audit          published vulnerabilities of the pinned packages" \
   "lock           write constraints.txt again: the pins with the hashes of their files" \
   "sbom           list what is installed, as CycloneDX, in quire.cdx.json" \
+  "wheel          the wheel with every instruction set's kernels, in dist/; ARGS=\"--machine aarch64\" by a cross compiler" \
+  "wheel-test     the wheel's bits, tag and life without a compiler; five minutes" \
+  "release        wheel, source, parts, changes and checksums in dist/, made and checked; TRIAL=1 to try" \
   "image-test     both container images, as root with buildah" \
   "clean          remove what the targets made"
 
@@ -174,6 +178,32 @@ sbom: $(VENV)/.serve .venv-sbom/.complete
 	.venv-sbom/bin/python release/locked.py install sbom
 	touch $@
 
+# The wheel with the kernels of all instruction sets of this machine, or ARGS="--machine aarch64" of another one by its cross
+# compiler, in dist/; six minutes on two cores. In a container: release/wheel.Dockerfile.
+wheel: .venv-release/.complete
+	.venv-release/bin/python release/wheels.py wheel $(ARGS)
+
+# What is in the wheels of dist/, their tags, the bits of their kernels, and an empty environment without a compiler that is
+# served from one; the wheels of what it depends on are fetched first, once.
+wheel-test: $(VENV)/.dev wheel .venv-release/wheels/.complete
+	PYTHONPATH=tests $(BIN)/python -m pytest tests/wheels -s
+
+# A release in dist/, made and checked without a network once the tools are there: the wheel, the source distribution, the parts,
+# the changelog's entry, checksums. TRIAL=1 where the changelog has no entry for the version yet.
+release: $(VENV)/.dev wheel sbom wheel-test
+	PYTHONPATH=tests $(BIN)/python -m support.stable_names --check
+	.venv-release/bin/python release/releasing.py $(if $(TRIAL),--trial)
+	cd dist && sha256sum --check --quiet SHA256SUMS
+
+.venv-release/.complete: pyproject.toml constraints.txt release/locked.py
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python release/locked.py install build release
+	touch $@
+
+.venv-release/wheels/.complete: pyproject.toml constraints.txt release/locked.py | .venv-release/.complete
+	.venv-release/bin/python release/locked.py download .venv-release/wheels project
+	touch $@
+
 # Both images from nothing, as root, with buildah: ten minutes on two cores, which is why CI leaves it out.
 image-test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m image tests/e2e/test_image.py -s $(ARGS)
@@ -291,4 +321,4 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@ $(VENV)/.serve
 
 clean:
-	rm -rf $(VENV) .venv-sim .venv-oldest .venv-clients .venv-fuzz .venv-audit .venv-lock .venv-sbom .venv-llama .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-sim .venv-oldest .venv-clients .venv-fuzz .venv-audit .venv-lock .venv-sbom .venv-llama .venv-release .mypy_cache .ruff_cache .pytest_cache .hypothesis

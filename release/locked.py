@@ -1,6 +1,7 @@
 """Installs what constraints.txt pins, each file held against its hashes, and names what the pins are made from.
 
     python release/locked.py install GROUP... [-- PIP'S ARGUMENTS]     into the environment of this Python
+    python release/locked.py download FOLDER GROUP... [-- ARGUMENTS]   the same files, as wheels in a folder
     python release/locked.py names                                     every requirement, for `make lock`
 
 A group is `project`, `build` (the build backend), or a name of pyproject.toml's optional dependencies or dependency
@@ -43,7 +44,7 @@ class Pin:
 def read_pins(lock: str) -> dict[tuple[str, str], Pin]:
     """The lock's pins by normalised name and version."""
     return {
-        (_normal(name), version): Pin(
+        (normal(name), version): Pin(
             requirement=f"{name}=={version}{marker.rstrip()}", hashes=tuple(re.findall(r"--hash=(\S+)", hashes))
         )
         for name, version, marker, hashes in PIN.findall(lock)
@@ -70,7 +71,7 @@ def hashed(resolved: Iterable[tuple[str, str]], pins: dict[tuple[str, str], Pin]
     Raises NotLocked.
     """
     lines, own = [], []
-    for name, version in ((_normal(name), version) for name, version in resolved):
+    for name, version in ((normal(name), version) for name, version in resolved):
         public, _, label = version.partition("+")
         if label and name in OWN_BUILDS and (name, public) in pins:
             own.append(f"{name}=={version}")
@@ -84,37 +85,57 @@ def hashed(resolved: Iterable[tuple[str, str]], pins: dict[tuple[str, str], Pin]
 
 def install(project: Path, lock: Path, groups: Sequence[str], arguments: Sequence[str]) -> int:
     """Install groups into this Python's environment, by hashes; pip's exit code. Raises NotLocked."""
+    return _by_hashes(project, lock, groups, arguments, command=("install",))
+
+
+def download(project: Path, lock: Path, folder: Path, groups: Sequence[str], arguments: Sequence[str]) -> int:
+    """Put the wheels that `install` takes in an empty environment into a folder; pip's exit code. Raises NotLocked."""
+    command = ("download", "--dest", str(folder), "--only-binary", ":all:")
+    return _by_hashes(project, lock, groups, arguments, command=command, planning=("--ignore-installed",))
+
+
+def _by_hashes(
+    project: Path,
+    lock: Path,
+    groups: Sequence[str],
+    arguments: Sequence[str],
+    *,
+    command: Sequence[str],
+    planning: Sequence[str] = (),
+) -> int:
     pins = read_pins(lock.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
         versions, report, files = (Path(folder, name) for name in ("versions.txt", "report.json", "files.txt"))
         versions.write_text("\n".join(pin.requirement for pin in pins.values()), encoding="utf-8")
-        plan = ("--dry-run", "--report", str(report), "--constraint", str(versions), *wanted(project, groups))
-        if code := _pip(*plan, *arguments):
+        plan = ("--dry-run", *planning, "--report", str(report), "--constraint", str(versions))
+        if code := _pip("install", *plan, *wanted(project, groups), *arguments):
             return code
         found = [each["metadata"] for each in json.loads(report.read_text(encoding="utf-8"))["install"]]
         lines, own = hashed(((each["name"], each["version"]) for each in found), pins)
         files.write_text("\n".join(lines), encoding="utf-8")
         if own:
             print(f"{', '.join(own)}: not the public index's, taken as pip's configuration has it", file=sys.stderr)
-            if code := _pip("--no-deps", *own, *arguments):
+            if code := _pip(*command, "--no-deps", *own, *arguments):
                 return code
-        return _pip("--require-hashes", "--no-deps", "--requirement", str(files), *arguments) if lines else 0
+        by_hash = ("--require-hashes", "--no-deps", "--requirement", str(files))
+        return _pip(*command, *by_hash, *arguments) if lines else 0
 
 
 def _pip(*arguments: str) -> int:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+    command = [sys.executable, "-m", "pip", arguments[0], "--quiet", "--disable-pip-version-check", *arguments[1:]]
     return subprocess.run(command, check=False).returncode
 
 
-def _normal(name: str) -> str:
+def normal(name: str) -> str:
+    """A package's name as indices compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one of the two commands; the exit code."""
+    """Run one of the commands; the exit code."""
     split = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(prog="locked.py", usage="locked.py install GROUP... [-- PIP'S ARGUMENTS] | names")
-    parser.add_argument("command", choices=("install", "names"))
+    parser = argparse.ArgumentParser(prog="locked.py", usage="locked.py install GROUP... [-- PIP'S ARGUMENTS] | ...")
+    parser.add_argument("command", choices=("install", "download", "names"))
     parser.add_argument("groups", nargs="*")
     parser.add_argument("--project", type=Path, default=ROOT / "pyproject.toml")
     parser.add_argument("--lock", type=Path, default=ROOT / "constraints.txt")
@@ -123,6 +144,9 @@ def main(argv: Sequence[str]) -> int:
         print(*wanted(given.project), sep="\n")
         return 0
     try:
+        if given.command == "download":
+            folder, *groups = given.groups
+            return download(given.project, given.lock, Path(folder), groups, argv[split + 1 :])
         return install(given.project, given.lock, given.groups, argv[split + 1 :])
     except NotLocked as error:
         print(f"locked.py: {error}", file=sys.stderr)

@@ -87,7 +87,7 @@ def test_a_file_that_does_not_compile_ends_the_build(sources, cache, monkeypatch
     (sources / "broken.cpp").write_text("#error broken on purpose " + "x" * 2000)  # the longest, so the first
     compiled = []
     real = compiler._run
-    monkeypatch.setattr(compiler, "_run", lambda command: (compiled.append(command), real(command)))
+    monkeypatch.setattr(compiler, "_run", lambda command, timeout: (compiled.append(command), real(command, timeout)))
     monkeypatch.setattr(library.os, "sched_getaffinity", lambda _: {0})
     with pytest.raises(KernelBuildError, match="broken on purpose"):
         load(cache)
@@ -304,3 +304,18 @@ print(kernels.quire_create(256, None))
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=200)
     assert (result.returncode, result.stdout) == (0, "None\n"), result.stderr
+
+
+def test_the_kernels_of_another_machine_need_its_compiler(tmp_path: Path) -> None:
+    portable = next(each for each in compilable_variants("riscv64") if not each.machines)
+    with pytest.raises(KernelBuildError, match="looked for riscv64-linux-gnu-g"):
+        library.build_prebuilt(portable, tmp_path, machine="riscv64")
+    assert {"neon_bf16", "portable"} == {each.name for each in compilable_variants("aarch64")}
+    assert not {each.name for each in compilable_variants("x86_64")} & {"neon_bf16"}
+
+
+def test_flags_of_prebuilt_kernels_alone_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        build.main(["--machine", "aarch64"])
+    assert caught.value.code == 2
+    assert "--into and --machine are of --prebuilt" in capsys.readouterr().err

@@ -36,7 +36,7 @@ KINDS = {
     "settings": "a setting: flag, variable and key of the file",
     "metrics": "a metric with its type",
     "routes": "a route",
-    "fields": "a field of a request or reply",
+    "fields": "a field of a request or reply of a route",
     "error_codes": "the code of an error",
 }
 
@@ -77,11 +77,26 @@ def _routes() -> set[str]:
 
 
 async def _fields() -> set[str]:
-    """The names of our own documents' schemas: `ChatCompletionRequest.temperature`."""
+    """The top fields of each route's body and replies: `POST /v1/completions takes temperature`, `... gives usage`."""
     async with connect(make_app()) as client:
         document: dict[str, Any] = (await client.get("/openapi.json")).json()
-    schemas = document["components"]["schemas"]
-    return {f"{name}.{field}" for name, schema in schemas.items() for field in schema.get("properties", ())}
+    found = set()
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            bodies = {"takes": [operation.get("requestBody", {})], "gives": [*operation.get("responses", {}).values()]}
+            for verb, each in bodies.items():
+                schemas = [media.get("schema", {}) for body in each for media in body.get("content", {}).values()]
+                names = {name for schema in schemas for name in _properties(schema, document)}
+                found |= {f"{method.upper()} {path} {verb} {name}" for name in names}
+    return found
+
+
+def _properties(schema: dict[str, Any], document: dict[str, Any]) -> set[str]:
+    """The names of an object's fields, over references and alternatives."""
+    if "$ref" in schema:
+        return _properties(document["components"]["schemas"][schema["$ref"].rsplit("/", 1)[-1]], document)
+    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key, ())]
+    return {*schema.get("properties", ())}.union(*(_properties(part, document) for part in parts))
 
 
 def _codes() -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from importlib.metadata import requires, version
 from pathlib import Path
 
@@ -41,6 +42,24 @@ def test_what_is_written_down_is_what_an_installed_wheel_says():
     if toolkit is None or installed not in BUILT_WITH:
         pytest.skip("the installed torch has no CUDA, or is of another release")
     assert toolkit[1] == BUILT_WITH[installed][0]
+
+
+def test_the_labels_are_those_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]*)"', DOCKERFILE))
+    assert found["title"] == project["name"]
+    assert found["licenses"] == project["license"]
+    assert found["description"].removesuffix(" (${DEVICE})") in project["description"]
+    assert (found["version"], found["revision"]) == ("${VERSION}", "${REVISION}")
+    assert re.findall(r"^ARG VERSION=(\S+)$", DOCKERFILE, re.MULTILINE) == [project["version"]]
+
+
+def test_the_wheel_is_built_from_what_the_image_is():
+    """The same sources and the same lock, on the same base."""
+    wheel = (ROOT / "release" / "wheel.Dockerfile").read_text(encoding="utf-8")
+    assert _copied(wheel) == _copied(DOCKERFILE)
+    (base,) = re.findall(r"^ARG BASE=(\S+)$", wheel, re.MULTILINE)
+    assert f"ARG BASE_CPU={base}\n" in DOCKERFILE
 
 
 def _copied(dockerfile: str) -> set[str]:

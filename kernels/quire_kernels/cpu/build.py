@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from quire_kernels.cpu.choice import UnusableVariant, load_chosen
 from quire_kernels.cpu.compiler import KernelBuildError
@@ -17,16 +18,21 @@ from quire_kernels.cpu.variants import compilable_variants
 
 _TEXT = "Compile the C++ kernels now, so that no start has to."
 _PREBUILT = "for every instruction set, into the installed package: an image then needs no compiler to serve"
+_INTO = "with --prebuilt: this folder instead, for a wheel of another machine"
+_MACHINE = "with --prebuilt: another kind of machine, such as aarch64, by its cross compiler; default: this one"
 _VARIANT = "instruction set, as `quire serve --cpu-variant` takes it; default: the fastest of this CPU's"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Build for this machine, or with --prebuilt for all variants; returns the exit code."""
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if (arguments.into or arguments.machine) and not arguments.prebuilt:
+        parser.error("--into and --machine are of --prebuilt")
     try:
         if arguments.prebuilt:
-            for variant in compilable_variants():
-                print(build_prebuilt(variant))
+            for variant in compilable_variants(arguments.machine):
+                print(build_prebuilt(variant, arguments.into, machine=arguments.machine), flush=True)
         else:
             chosen = load_chosen(arguments.cpu_variant)
             print(f"the kernels for {chosen.variant.name} are ready ({chosen.why})")
@@ -45,6 +51,8 @@ def build_parser() -> argparse.ArgumentParser:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--prebuilt", action="store_true", help=_PREBUILT)
     which.add_argument("--cpu-variant", metavar="NAME", help=_VARIANT)
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help=_INTO)
+    parser.add_argument("--machine", metavar="NAME", help=_MACHINE)
     return parser
 
 

@@ -6,6 +6,7 @@ OSError if the disk is full.
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _COMPILERS = ("c++", "g++", "clang++")
-_TIMEOUT = 300.0  # seconds for one translation unit
+TIMEOUT = 300.0  # seconds for one translation unit, for which a server's start waits
+PATIENCE = 3600.0  # the same ahead of any start: cross compilers take minutes
 _SHOWN = 2000  # characters of a failing compiler's output
 # Messages of compilers and linkers about a full disk, a quota or a limit on files.
 _NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large", "File size limit exceeded")
@@ -50,9 +52,11 @@ class Compiler:
     version: str
 
 
-def find_compiler() -> Compiler:
-    """The first working compiler on the PATH. Raises KernelBuildError."""
-    for name in _COMPILERS:
+def find_compiler(machine: str | None = None) -> Compiler:
+    """The first working compiler on the PATH, for this machine or another kind of machine. Raises KernelBuildError."""
+    is_ours = machine is None or machine == platform.machine()
+    names = _COMPILERS if is_ours else (f"{machine}-linux-gnu-g++",)
+    for name in names:
         path = shutil.which(name)
         if path is None:
             continue
@@ -61,7 +65,7 @@ def find_compiler() -> Compiler:
         except (OSError, subprocess.SubprocessError):
             continue
         return Compiler(path=path, version=answer.stdout.strip())
-    raise KernelBuildError(f"no C++ compiler on the PATH (looked for {', '.join(_COMPILERS)})")
+    raise KernelBuildError(f"no C++ compiler on the PATH (looked for {', '.join(names)})")
 
 
 def compile_library(
@@ -72,10 +76,11 @@ def compile_library(
     *,
     jobs: int,
     on_compiled: Callable[[int], None] | None = None,
+    timeout: float = TIMEOUT,
 ) -> None:
     """Compile `sources` into the shared library `output`, `jobs` translation units at a time.
 
-    `on_compiled` is called after each with the number of compiled ones.
+    `on_compiled` is called after each with the number of compiled ones. A unit may take `timeout` seconds.
     """
     # The longest first, so that no core compiles a long one while the others are idle.
     sources = sorted(sources, key=lambda source: source.stat().st_size, reverse=True)
@@ -84,7 +89,7 @@ def compile_library(
         objects = [Path(directory) / f"{source.stem}.o" for source in sources]
 
         def build(source: Path, target: Path) -> None:
-            _run([compiler.path, *flags, "-c", str(source), "-o", str(target)])
+            _run([compiler.path, *flags, "-c", str(source), "-o", str(target)], timeout)
 
         with ThreadPoolExecutor(max_workers=max(1, min(jobs, len(sources)))) as pool:
             builds = [pool.submit(build, source, target) for source, target in zip(sources, objects, strict=True)]
@@ -95,12 +100,12 @@ def compile_library(
                         on_compiled(num_done)
             finally:  # report a failure at once, without compiling the others
                 pool.shutdown(cancel_futures=True)
-        _run([compiler.path, *flags, "-shared", *map(str, objects), "-o", str(output)])
+        _run([compiler.path, *flags, "-shared", *map(str, objects), "-o", str(output)], timeout)
 
 
-def _run(command: Sequence[str]) -> None:
+def _run(command: Sequence[str], timeout: float) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
     except (OSError, subprocess.SubprocessError) as error:
         raise KernelBuildError(f"{command[0]} could not be run: {error}") from error
     if done.returncode:

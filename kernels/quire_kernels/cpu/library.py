@@ -20,7 +20,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from quire_kernels.cpu.compiler import FLAGS, Compiler, KernelBuildError, compile_library, find_compiler
+from quire_kernels.cpu.compiler import (
+    FLAGS,
+    PATIENCE,
+    TIMEOUT,
+    Compiler,
+    KernelBuildError,
+    compile_library,
+    find_compiler,
+)
 from quire_kernels.cpu.signatures import declare
 from quire_kernels.cpu.variants import Variant, refusal
 from quire_kernels.trusted_folder import UntrustedFolder, open_trusted, trusted
@@ -114,15 +122,18 @@ def _kept(path: Path) -> ctypes.CDLL:
     return _open(held if held.exists() else path)
 
 
-def build_prebuilt(variant: Variant, directory: Path | None = None) -> Path:
-    """Compile one variant into the package (or `directory`), where `load_library` finds it without a compiler."""
+def build_prebuilt(variant: Variant, directory: Path | None = None, *, machine: str | None = None) -> Path:
+    """Compile one variant into the package (or `directory`), where `load_library` finds it without a compiler.
+
+    For another `machine`, by the name that platform.machine() has there, by a compiler for it. Raises KernelBuildError.
+    """
     directory = directory or _PREBUILT
     flags = (*FLAGS, *variant.flags)
     sources = _source_folder()
-    path = directory / f"{variant.name}-{_key(sources, flags)}.so"
+    path = directory / f"{variant.name}-{_key(sources, flags, machine)}.so"
     if not _is_complete(path):
         directory.mkdir(parents=True, exist_ok=True)
-        _build(find_compiler(), variant, sources, flags, path)
+        _build(find_compiler(machine), variant, sources, flags, path, timeout=PATIENCE)
     return path
 
 
@@ -147,9 +158,9 @@ def _source_folder() -> Path:
     raise KernelBuildError(f"the C++ sources are missing from {_PACKAGE}")
 
 
-def _key(sources: Path, flags: Sequence[str]) -> str:
+def _key(sources: Path, flags: Sequence[str], machine: str | None = None) -> str:
     """Changes with the flags and any C++ file or its place in the folder; not with the folder's path."""
-    content = hashlib.sha256("\0".join((platform.machine(), *flags)).encode())
+    content = hashlib.sha256("\0".join((machine or platform.machine(), *flags)).encode())
     for source in sorted([*sources.rglob("*.cpp"), *sources.rglob("*.h")]):
         content.update(f"\0{source.relative_to(sources)}\0".encode())
         content.update(source.read_bytes())
@@ -168,6 +179,7 @@ def _build(
     path: Path,
     *,
     on_compiled: OnCompiled | None = None,
+    timeout: float = TIMEOUT,
 ) -> None:
     """Compile into `path`. The library is followed by its digest, so that a partial file is recognised."""
     started = time.perf_counter()
@@ -194,9 +206,8 @@ def _build(
     os.close(descriptor)
     temporary = Path(name)
     try:
-        compile_library(
-            compiler, units, (*flags, f"-I{sources}"), temporary, jobs=len(os.sched_getaffinity(0)), on_compiled=tell
-        )
+        jobs, flags = len(os.sched_getaffinity(0)), (*flags, f"-I{sources}")
+        compile_library(compiler, units, flags, temporary, jobs=jobs, on_compiled=tell, timeout=timeout)
         content = temporary.read_bytes()
         with temporary.open("ab") as file:
             file.write(hashlib.sha256(content).digest())

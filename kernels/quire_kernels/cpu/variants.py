@@ -92,9 +92,10 @@ def cpu_features() -> frozenset[str]:
     return frozenset()
 
 
-def compilable_variants() -> tuple[Variant, ...]:
-    """The variants for machines of this architecture."""
-    return tuple(variant for variant in VARIANTS if not variant.machines or platform.machine() in variant.machines)
+def compilable_variants(machine: str | None = None) -> tuple[Variant, ...]:
+    """The variants for machines of this architecture, or of another one by its name."""
+    machine = machine or platform.machine()
+    return tuple(variant for variant in VARIANTS if not variant.machines or machine in variant.machines)
 
 
 def usable_variants() -> tuple[Variant, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 from quire_engine.own_modules import module_command
 
@@ -22,4 +23,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="quire build-kernels")
     parser.add_argument("--prebuilt", action="store_true", help="for every instruction set, into the installed package")
     parser.add_argument("--cpu-variant", metavar="NAME", help="for this instruction set alone")
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help="with --prebuilt: this folder instead")
+    parser.add_argument("--machine", metavar="NAME", help="with --prebuilt: another kind of machine")
     return parser

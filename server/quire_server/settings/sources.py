@@ -126,14 +126,14 @@ def admin_key_of_environment() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotifyAddress:
-    """Where a service manager wants to be told, as sd_notify(3) has it."""
+    """The address of a service manager, as sd_notify(3) has it."""
 
     path: str  # of a datagram socket; with an @ first a name in the abstract namespace
     watchdog_seconds: float | None  # it ends a process that is silent for so long; None: it does not
 
 
 def notify_address() -> NotifyAddress | None:
-    """What a service manager has set for this process; None where there is none."""
+    """The address that a service manager has set for this process; None where there is none."""
     path = os.environ.get("NOTIFY_SOCKET", "")
     if not path.startswith(("/", "@")):
         return None
