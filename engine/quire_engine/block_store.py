@@ -98,9 +98,8 @@ class BlockPeers(Protocol):
 
     @property
     def counts(self) -> TransferCounts: ...
-    @property
-    def seconds_per_block(self) -> float:
-        """Of receiving one while it flows; 0: unknown."""
+    def block_seconds(self, peer: str) -> float:
+        """Of receiving one from the engine at `peer` while it flows; 0: unknown."""
         ...
 
     def offer(self, key: bytes, block: int) -> None:

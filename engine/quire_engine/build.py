@@ -34,7 +34,7 @@ from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.device import compute_dtype, resolve_device, torch_threads
 from quire_engine.execution.drafting.choice import own_speculation
 from quire_engine.execution.drafting.eagle import EagleDrafter, Watched
-from quire_engine.execution.drafting.eagle_head import EagleConfig, EagleHead, read_eagle_config
+from quire_engine.execution.drafting.eagle_head import EagleConfig, EagleHead, read_eagle_config, undivided
 from quire_engine.execution.drafting.model import ModelDrafter, check_same_tokens
 from quire_engine.execution.drafting.outputs import OutputsDrafter
 from quire_engine.execution.drafting.row_costs import MEASURED, measured_rows
@@ -62,6 +62,7 @@ from quire_engine.execution.numerics import Facts, numeric_facts, numerics_name
 from quire_engine.execution.parallel.checks import check_ranks
 from quire_engine.execution.parallel.model import Leader, follow
 from quire_engine.execution.parallel.processes import RankProcesses, exchange_of
+from quire_engine.execution.pool_rows import PoolRows
 from quire_engine.execution.prefix_files import PrefixFiles, open_prefix_files
 from quire_engine.execution.progress import Tell, tell_nobody
 from quire_engine.execution.runner import Runner
@@ -169,7 +170,13 @@ class Resolved:
         """
         geometry = (self.model.num_layers, self.model.kv_heads, self.asked.limits.block_size, self.bytes_per_block)
         own, *others = self.numerics
-        return repr((*geometry, checkpoint or own, *others)).encode()
+        parts = [] if self.rank.size == 1 else [f"{self.rank.size} ranks"]  # a block has a part of each
+        return repr((*geometry, checkpoint or own, *others, *parts)).encode()
+
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether blocks of the pool go elsewhere and come from there: to the host, files or other engines."""
+        return bool(self.num_host_blocks or self.num_kept_blocks or self.asked.kv_transfer)
 
     def wanted(self) -> Wanted:
         """The description of the model to load."""
@@ -338,18 +345,18 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     pool_bytes = memory.after_load(decoder)
     if pool_bytes is not None:
         pool = resolved.pool(pool_bytes)
+    drafter, decoder = _with_drafter(resolved, pool, tell, decoder)
     if ranks is not None:
-        decoder = ranks.begin(decoder, num_blocks=pool.num_blocks, positions=memory.positions(pool))
+        sizes = {"num_blocks": pool.num_blocks, "block_bytes": resolved.bytes_per_block // resolved.rank.size}
+        decoder = ranks.begin(decoder, **sizes, positions=memory.positions(pool))
     grammars = Grammars(
         Path(config.tokenizer or config.model),
         resolved.model.vocab_size,
         defaults=Path(config.generation_config) if config.generation_config else None,
     )
-    drafter = _make_drafter(resolved, pool, tell, decoder)
-    if resolved.eagle is not None and isinstance(drafter, EagleDrafter) and isinstance(decoder, Decoder):
-        decoder = Watched(decoder, resolved.eagle.entering, drafter)
     adapters = make_adapters(resolved.asked, resolved.model, resolved.kernels)
-    executor, swap_seconds, host_keys, store, peers = _make_executor(resolved, decoder, pool, grammars, adapters)
+    made = _make_executor(resolved, decoder, pool, grammars, adapters, ranks)
+    executor, swap_seconds, host_keys, store, peers = made
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started, swap_seconds=swap_seconds)
     if peers is not None:
         plan = replace(plan, kv_address=peers.address)
@@ -373,7 +380,8 @@ def _other_ranks(
     """The other ranks, launched; None: there are none."""
     if resolved.rank.size == 1:
         return None
-    return RankProcesses(config, resolved.kernels, resolved.dtype, shares, loading.share())
+    given = config, resolved.kernels, resolved.dtype, shares, loading.share()
+    return RankProcesses(*given, shares_pools=resolved.moves_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,15 +391,20 @@ class BuiltRank:
     resolved: Resolved
     collective: Collective
 
-    def load(self, memory_fd: int, *, num_blocks: int, positions: int) -> Callable[[], None]:
-        """Map the weights that rank 0 has packed. The result computes what that one tells, until it ends."""
+    def load(
+        self, memory_fd: int, *, num_blocks: int, positions: int, pool_fd: int | None = None
+    ) -> Callable[[], None]:
+        """Map the weights that rank 0 has packed. The result computes what that one tells, until it ends.
+
+        `pool_fd`: of the file of memory that is to be the pool, which rank 0 maps too.
+        """
         resolved = self.resolved
         decoder = Loading(resolved.wanted(), memory_fd, tell_nobody).load(positions)
         size, layout = resolved.asked.limits.block_size, resolved.layout
-        kv = KVStorage(
-            resolved.kernels, resolved.model, num_blocks, size, resolved.dtype, resolved.device, layout=layout
-        )
-        return partial(follow, decoder, kv, self.collective, resolved.kernels.adapted)
+        of = resolved.kernels, resolved.model, num_blocks, size, resolved.dtype, resolved.device
+        kv = KVStorage(*of, layout=layout, memory_fd=pool_fd)
+        shares_pools = pool_fd is not None
+        return partial(follow, decoder, kv, self.collective, resolved.kernels.adapted, shares_pools=shares_pools)
 
 
 def build_rank(config: EngineConfig, number: int, *, exchange_fd: int) -> BuiltRank:
@@ -401,17 +414,23 @@ def build_rank(config: EngineConfig, number: int, *, exchange_fd: int) -> BuiltR
     return BuiltRank(resolved, exchange_of(resolved.kernels, exchange_fd, resolved.rank))
 
 
-def _make_executor(
-    resolved: Resolved, decoder: ServedModel, pool: PoolSize, grammars: Grammars, adapters: AdapterCache | None
+def _make_executor(  # noqa: PLR0917 - the parts of an engine
+    resolved: Resolved,
+    decoder: ServedModel,
+    pool: PoolSize,
+    grammars: Grammars,
+    adapters: AdapterCache | None,
+    ranks: RankProcesses | None,
 ) -> tuple[Executor, float, tuple[bytes, ...], PrefixFiles | None, KVTransfer | None]:
     """The executor, the time of a block's copy to the host or from it, what host blocks hold from before, files, and
-    the transfer of blocks.
+    the transfer of blocks. `ranks`: the others, which have parts of all blocks.
     """
     kernels, device, limits = resolved.kernels, resolved.device, resolved.asked.limits
     num_blocks = pool.num_blocks + spare_blocks(kernels, device) + resolved.num_staging_blocks
     size, layout = limits.block_size, resolved.layout
     on_copy = decoder.copy_blocks if isinstance(decoder, Leader) else None
     kv = KVStorage(kernels, resolved.model, num_blocks, size, resolved.dtype, device, layout=layout, on_copy=on_copy)
+    rows = PoolRows(kv.tensor, *(() if ranks is None else ranks.pools))
     executor = make_executor(
         decoder,
         kernels,
@@ -426,19 +445,30 @@ def _make_executor(
         num_host_blocks=resolved.num_host_blocks,
         drafts=resolved.asked.speculation != "off",
         faults=resolved.asked.faults,
+        rows=rows,
     )
     swap_seconds = executor.swap_seconds() if resolved.num_host_blocks else 0.0
     host_keys: tuple[bytes, ...] = ()
     directory, store = Path(resolved.asked.kv_offload_dir), None
     if resolved.num_kept_blocks:
         places, most = resolved.asked.replicas, resolved.num_kept_blocks
-        store = open_prefix_files(directory, resolved.kv_layout(), kv.tensor, most, places=places)
+        store = open_prefix_files(directory, resolved.kv_layout(), rows, most, places=places)
     elif resolved.asked.kv_offload_dir:
         host_keys = executor.keep_host_blocks(directory, resolved.kv_layout())
     executor.capture_largest()
     transfer = resolved.asked.kv_transfer
-    peers = None if transfer is None else open_transfer(transfer, kv.tensor, resolved.kv_layout)
+    peers = None if transfer is None else open_transfer(transfer, rows, resolved.kv_layout)
     return executor, swap_seconds, host_keys, store, peers
+
+
+def _with_drafter(
+    resolved: Resolved, pool: PoolSize, tell: Tell, decoder: ServedModel
+) -> tuple[Drafter | None, ServedModel]:
+    """The drafter, and the model, which an EAGLE-3 head watches."""
+    drafter = _make_drafter(resolved, pool, tell, decoder)
+    if resolved.eagle is not None and isinstance(drafter, EagleDrafter) and isinstance(decoder, Decoder):
+        return drafter, Watched(decoder, resolved.eagle.entering, drafter)
+    return drafter, decoder
 
 
 def _make_drafter(resolved: Resolved, pool: PoolSize, tell: Tell, decoder: ServedModel) -> Drafter | None:
@@ -459,7 +489,9 @@ def _make_drafter(resolved: Resolved, pool: PoolSize, tell: Tell, decoder: Serve
 
 
 def _make_eagle(resolved: Resolved, eagle: EagleConfig, pool: PoolSize, tell: Tell, decoder: Decoder) -> EagleDrafter:
-    kernels, block_size = resolved.kernels, resolved.asked.limits.block_size
+    block_size, kernels = resolved.asked.limits.block_size, resolved.kernels
+    if resolved.rank.size > 1:
+        kernels = undivided(kernels, eagle.layer, resolved.wanted())
     length, num_blocks = resolved.draft_positions(pool), resolved.draft_blocks(pool)
     head = EagleHead(eagle, decoder, kernels, resolved.dtype, positions=length, tell=tell)
     kv = KVStorage(kernels, eagle.layer, num_blocks, block_size, resolved.dtype, resolved.device)

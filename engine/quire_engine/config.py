@@ -25,6 +25,7 @@ AsyncScheduling = Literal["auto", "on", "off"]
 # What a front sends to a node: prompts alone, whose blocks another node fetches; requests whose long prompts such a
 # node computes; or anything.
 Role = Literal["prefill", "decode", "both"]
+KVTransport = Literal["tcp", "nixl"]
 # How next tokens are guessed: auto is suffix where that can be; or by a model, `model:` and its directory, or by an
 # EAGLE-3 head, `eagle:` and its directory.
 SPECULATIONS = ("off", "auto", "suffix", "outputs")
@@ -120,6 +121,8 @@ class KVTransferConfig:
     cert: str = ""  # empty: no TLS
     key: str = ""
     ca: str = ""
+    transport: KVTransport = "tcp"
+    trusts_network: bool = False  # the network between the engines has no other users
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,6 +113,18 @@ class CostModel:
             return self.decode_seconds(sizes.num_decodes, sizes.context)
         of_prompts = self.prompt_seconds(sizes.num_tokens)
         return of_prompts + self.context * sizes.context + self.chunk_context * sizes.before
+
+    def of_ranks(self, ranks: int, exchanges: int, exchange_seconds: float) -> CostModel:
+        """The same model computed by `ranks` processes with the processors and the memory of this one each.
+
+        A step reads and computes a rank's part, and waits for `exchanges` of columns, of so many seconds each.
+        """
+        if ranks == 1:
+            return self
+        more = exchanges * exchange_seconds
+        parts = {name: getattr(self, name) / ranks for name in ("row", "context", "chunk_context")}
+        table = tuple([(tokens, seconds / ranks + more) for tokens, seconds in self.prompt])
+        return replace(self, step=self.step / ranks + more, prompt=table, **parts)
 
     def as_plain(self) -> dict[str, Any]:
         return asdict(self)

@@ -167,7 +167,9 @@ class Engine:
             is_ready = is_ready and wrong is not None
         if request.request_id in self._unloadable:
             return True
-        return is_ready and self._kept.is_ready(request, self._clock)
+        others = len(self._preparing) - (request.request_id in self._preparing)
+        is_alone = not (others or self._scheduler.has_work or self._in_flight)
+        return is_ready and self._kept.is_ready(request, self._clock, is_alone=is_alone)
 
     def _admit(self, request: GenerationRequest) -> None:
         """Add the request to the scheduler, or refuse it."""

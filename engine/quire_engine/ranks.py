@@ -58,6 +58,15 @@ def dividing(num_heads: int, heads: Sequence[KVHeads], most: int, *, normed_rows
     return found
 
 
+def num_exchanges(num_layers: int) -> int:
+    """Exchanges of columns in a decode step: four a layer, and one for the next token.
+
+    >>> num_exchanges(28)
+    113
+    """
+    return 4 * num_layers + 1
+
+
 def with_threads(config: EngineConfig) -> EngineConfig:
     """The configuration with threads that the ranks share out; alone, as it is.
 

@@ -301,6 +301,7 @@ class EngineStats:
     total_transfers: dict[TransferEvent, int] = field(default_factory=dict)  # KV blocks between engines
     total_transfer_bytes: dict[Literal["sent", "received"], int] = field(default_factory=dict)
     total_transfer_wait_seconds: float = 0.0  # that requests have waited for blocks of other engines
+    late_peers: frozenset[str] = frozenset()  # addresses of engines from which none are fetched for now
     total_preemptions_by_mode: dict[Literal["recompute", "swap"], int] = field(default_factory=dict)
     total_recomputed_tokens: int = 0  # computed once more, since a preemption had lost their KV blocks
     total_preemptions_by_cause: dict[PreemptionCause, int] = field(default_factory=dict)

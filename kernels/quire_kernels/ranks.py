@@ -40,19 +40,20 @@ class Collective(Protocol):
 
 
 class TorchDistributed:
-    """See `Collective`: by a process group of torch.distributed, which may reach over hosts.
+    """See `Collective`: by a process group of torch.distributed, which may reach over hosts, or by NCCL over GPUs.
 
     Slow on one machine, where it is the reference for the exchange through shared memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+        """`device`: where the group's tensors lie; None: in host memory."""
+        self._group, self._device = group, device or torch.device("cpu")
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def gather(self, data: Tensor, starts: Sequence[int]) -> None:
         widths = [end - start for start, end in pairwise(starts)]
         # Gloo takes parts of one size only.
-        own = torch.zeros(len(data), max(widths), dtype=torch.uint8)
+        own = torch.zeros(len(data), max(widths), dtype=torch.uint8, device=self._device)
         own[:, : widths[self.rank]] = data[:, starts[self.rank] : starts[self.rank + 1]]
         parts = [torch.empty_like(own) for _ in widths]
         try:
@@ -63,13 +64,13 @@ class TorchDistributed:
             data[:, starts[rank] : starts[rank + 1]] = part[:, : widths[rank]]
 
     def broadcast(self, data: bytes | None) -> bytes:
-        size = torch.tensor([len(data or b"")])
+        size = torch.tensor([len(data or b"")], device=self._device)
         try:
             dist.broadcast(size, group=self._group, group_src=0)
-            told = torch.empty(int(size), dtype=torch.uint8)
+            told = torch.empty(int(size), dtype=torch.uint8, device=self._device)
             if data:
                 told[:] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             dist.broadcast(told, group=self._group, group_src=0)
         except RuntimeError as error:
             raise RankLost(f"rank {self.rank} has lost another one: {error}") from error
-        return told.numpy().tobytes()
+        return told.cpu().numpy().tobytes()

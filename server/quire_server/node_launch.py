@@ -19,6 +19,7 @@ from quire_engine.errors import ConfigError
 from quire_engine.link_security import is_loopback
 from quire_engine.memory_plan import plan_text
 from quire_engine.quality_store import quality_text
+from quire_engine.roles import CHUNK_FOR_OTHERS
 from quire_server.checkpoint.locate import localized
 from quire_server.engine.kv_events.events import cache_listeners
 from quire_server.engine.local_replicas import ALIVE_SECONDS
@@ -41,8 +42,6 @@ from quire_server.launch import (
 from quire_server.logs import Output
 from quire_server.service_manager import service_manager
 from quire_server.settings import Settings
-
-CHUNK_FOR_OTHERS = 64  # tokens of a prompt
 
 log = logging.getLogger("quire")
 

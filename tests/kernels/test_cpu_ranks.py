@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.ranks import dividing
 from quire_kernels.cpu.ops import cpu_kernel_set
 from quire_kernels.cpu.ranks import SharedMemory, new_exchange
 from quire_kernels.kernel_set import KernelSet, Norm
-from quire_kernels.ranks import RankLost
+from quire_kernels.ranks import RankLost, TorchDistributed
 from quire_server.checkpoint.gguf_folder import unfolded
 from support.checkpoints import ALL_FAMILIES, make_checkpoint, shared_checkpoint
 from support.gguf_models import make_gguf
@@ -192,3 +193,19 @@ def test_heads_are_divided_whole() -> None:
     config = load_model_config(shared_checkpoint("qwen3"))  # 4 heads, 2 of keys
     assert dividing(config.num_heads, config.kv_heads, 64) == [1, 2, 4]
     assert dividing(config.num_heads, config.kv_heads, 64, normed_rows=True) == [1, 2]
+
+
+@pytest.mark.parametrize(("backend", "device"), [("gloo", "cpu"), pytest.param("nccl", "cuda", marks=pytest.mark.gpu)])
+def test_a_process_group_of_one_rank_runs_the_path_of_many(backend: str, device: str, tmp_path: Path) -> None:
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        collective = TorchDistributed(dist.group.WORLD, torch.device(device))
+        assert (collective.rank, collective.size) == (0, 1)
+        data = torch.randint(0, 256, (5, 48), dtype=torch.uint8, device=device)
+        before = data.clone()
+        collective.gather(data, [0, 48])
+        assert torch.equal(data, before)
+        assert collective.broadcast(b"told" * 2000) == b"told" * 2000
+    finally:
+        dist.destroy_process_group()

@@ -20,7 +20,7 @@ from quire_engine.demo import demo_model_path
 from quire_engine.execution.gpu import swaps
 from quire_engine.execution.gpu.device import CudaDevice
 from quire_engine.execution.gpu.swaps import StreamedKV, staging_blocks
-from quire_engine.execution.kv_storage import block_rows
+from quire_engine.execution.pool_rows import block_rows
 from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams

@@ -14,7 +14,8 @@ import torch
 
 from quire_engine.execution.gpu import swaps
 from quire_engine.execution.gpu.swaps import StreamedKV, staging_blocks
-from quire_engine.execution.kv_storage import HostKV, block_rows
+from quire_engine.execution.kv_storage import HostKV
+from quire_engine.execution.pool_rows import PoolRows, block_rows
 from support.simulated_device import SimulatedDevice
 
 NUM_BLOCKS, NUM_HOST, NUM_BYTES = 14, 9, 32
@@ -52,7 +53,7 @@ def play(seed: int, monkeypatch: pytest.MonkeyPatch, plant: Callable[[StreamedKV
     monkeypatch.setattr(swaps, "STAGING_BYTES", dice.choice([1, 2, 3]) * NUM_BYTES)
     monkeypatch.setattr(swaps, "_SLAB_BYTES", dice.choice([1, 4, 100]) * NUM_BYTES)
     right = torch.zeros(NUM_BLOCKS, 2, 16, dtype=torch.uint8)
-    host = HostKV(right, NUM_HOST)
+    host = HostKV(PoolRows(right), NUM_HOST)
     device, kv = SimulatedDevice(), Pool(NUM_BLOCKS + 1 + staging_blocks(NUM_BYTES, NUM_HOST))
     device.eager_lanes = dice.random() < 0.5
     streamed = StreamedKV(kv, device, first_staging=NUM_BLOCKS + 1, num_blocks=NUM_HOST)

@@ -22,7 +22,7 @@ from quire_engine import build as building
 from quire_engine.batch import Batch
 from quire_engine.build import BuiltEngine, build
 from quire_engine.config import DType, EngineConfig
-from quire_engine.execution.kv_storage import block_rows
+from quire_engine.execution.pool_rows import block_rows
 from quire_engine.kv_groups import one_group
 from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling import blocks as scheduling_blocks

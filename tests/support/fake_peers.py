@@ -31,6 +31,10 @@ class FakePeers:
     def counts(self) -> TransferCounts:
         return TransferCounts(received=self._received, missed=self._missed)
 
+    def block_seconds(self, peer: str) -> float:
+        del peer
+        return self.seconds_per_block
+
     def offer(self, key: bytes, block: int) -> None:
         self.offered[key] = block
 

@@ -27,6 +27,7 @@ from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
 from quire_engine.execution.gpu.swaps import StreamedKV, staging_blocks
 from quire_engine.execution.kv_storage import HostBlocks, HostKV, KVBlocks, KVStorage
 from quire_engine.execution.models.served import ServedModel
+from quire_engine.execution.pool_rows import PoolRows
 from quire_engine.execution.runner import Computed, Runner
 from quire_engine.execution.step_recovery import recover
 from quire_engine.limits import SchedulerLimits
@@ -192,13 +193,15 @@ def make_executor(
     num_host_blocks: int = 0,
     drafts: bool = False,
     faults: Iterable[Fault] = (),
+    rows: PoolRows | None = None,
 ) -> Executor:
     """`num_blocks`: those that are scheduled; `kv` has `spare_blocks` more, and behind those `staging_blocks_for` so
-    many host blocks. `ahead`: launch before the last is done. `drafts`: some steps have them."""
+    many host blocks. `ahead`: launch before the last is done. `drafts`: some steps have them.
+    `rows`: of the blocks of all ranks, where the pool is that of one."""
     planted = FaultPoints(faults, kv.tensor, limits.block_size) if faults else None
     host: HostBlocks | None = None
     if not runs_by_itself(kernels, device):
-        host = HostKV(kv.tensor, num_host_blocks) if num_host_blocks else None
+        host = HostKV(rows or PoolRows(kv.tensor), num_host_blocks) if num_host_blocks else None
         runner = Runner(decoder, kv.tensor, limits.block_size, device, grammars=grammars, adapters=adapters)
         return Executor(runner, kv, host=host, faults=planted)
     cuda = CudaDevice(device)

@@ -52,17 +52,19 @@ class _Peer:
     link: KVLink | None = None
     runs: bool = False  # its thread
     retry_at: float = 0.0
+    block_seconds: float = 0.0  # of reading one from the wire, the mean of the latest; 0: none was read yet
 
 
 class Fetcher:
     """The fetches of this engine, by name."""
 
-    def __init__(self, num_bytes: int, security: LinkSecurity) -> None:
-        """`num_bytes`: of a block. Nothing is fetched before `layout` is set."""
+    def __init__(
+        self, num_bytes: int, security: LinkSecurity, *, link: Callable[[socket.socket], KVLink] = KVLink
+    ) -> None:
+        """`num_bytes`: of a block; `link`: how blocks travel. Nothing is fetched before `layout` is set."""
         self.layout = b""  # the name of what the bytes depend on beside the tokens
-        self.seconds_per_block = 0.0  # of reading one from the wire; 0: none was read yet
         self.num_received = self.num_missed = self.num_refused = 0
-        self._num_bytes, self._security = num_bytes, security
+        self._num_bytes, self._security, self._link = num_bytes, security, link
         self._changed = threading.Condition()  # guards all below; never held while a socket works
         self._peers: dict[str, _Peer] = {}
         self._by_name: dict[str, tuple[_Peer, _Fetch]] = {}
@@ -87,6 +89,12 @@ class Fetcher:
             if not peer.runs:
                 peer.runs = True
                 threading.Thread(target=self._work, args=(peer,), name="kv fetcher", daemon=True).start()
+
+    def block_seconds(self, address: str) -> float:
+        """See `block_store.BlockPeers`."""
+        with self._changed:
+            peer = self._peers.get(address)
+            return 0.0 if peer is None else peer.block_seconds
 
     def take(self) -> list[tuple[bytes, Payload | None]]:
         """The contents that have come, of fetches that were not cancelled; see `block_store.BlockPeers`."""
@@ -146,7 +154,7 @@ class Fetcher:
         """The life of one connection, as long as there are fetches."""
         link, why = None, ""
         try:
-            link = KVLink(self._connected(peer.address))
+            link = self._link(self._connected(peer.address))
             link.introduce(self._security, self.layout)
             with self._changed:
                 peer.link = link
@@ -215,6 +223,9 @@ class Fetcher:
         kind, number, index, digest, payload = link.answer(self._num_bytes, tell)
         seconds = time.perf_counter() - began
         with self._changed:
+            if kind == BLOCK:  # of a fetch that is cancelled too: that may be so since the wire is slow
+                known = peer.block_seconds
+                peer.block_seconds = known + _WEIGHT * (seconds - known) if known else seconds
             fetch = peer.fetches.get(number)
         if fetch is None:
             return  # cancelled
@@ -223,9 +234,6 @@ class Fetcher:
         key = fetch.keys[index]
         is_good = kind == BLOCK and link.is_whole(number, index, key, digest, payload)
         with self._changed:
-            if kind == BLOCK:
-                known = self.seconds_per_block
-                self.seconds_per_block = known + _WEIGHT * (seconds - known) if known else seconds
             if number not in peer.fetches:
                 return
             if not is_good:

@@ -11,14 +11,13 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from quire_engine.errors import ConfigError
 from quire_engine.execution.kv_link import CANCEL, FETCH, Closed, KVLink
-from quire_engine.execution.kv_storage import bytes_of
+from quire_engine.execution.pool_rows import PoolRows
 from quire_engine.handshake import Refused
 from quire_engine.link_security import LinkSecurity
 
@@ -29,6 +28,7 @@ MOST_FETCHES = 256  # of one connection
 _IDLE_SECONDS = 300.0  # of a connection without a fetch
 _LOOK_SECONDS = 1.0
 
+MakeLink = Callable[[socket.socket], KVLink]
 _log = logging.getLogger(__name__)
 
 
@@ -44,11 +44,13 @@ class _Lent:
 class Lender:
     """The blocks that can be had, and the connections of those who fetch them."""
 
-    def __init__(self, rows: Tensor, listening: socket.socket, security: LinkSecurity) -> None:
-        """`rows`: the pool on the host, [blocks, bytes] uint8. No peer is let in before `layout` is set."""
+    def __init__(
+        self, rows: PoolRows, listening: socket.socket, security: LinkSecurity, *, link: MakeLink = KVLink
+    ) -> None:
+        """`rows`: of the pool on the host; `link`: how blocks travel. No peer is let in before `layout` is set."""
         self.layout = b""  # the name of what the bytes depend on beside the tokens
         self.num_sent = 0
-        self._rows, self._listening, self._security = rows, listening, security
+        self._rows, self._listening, self._security, self._link = rows, listening, security, link
         self._guard = threading.Lock()  # over all below, and the copy of a block: as long as one is copied
         self._held: dict[bytes, int] = {}  # by key: the block of the pool
         self._wanted: dict[bytes, list[KVLink]] = {}  # by key: a link for each fetch that waits for it
@@ -79,9 +81,9 @@ class Lender:
             block = self._held.pop(key, None)
             if block is None or key not in self._wanted or key in self._copies:
                 return
-            size = self._rows.shape[1]
+            size = self._rows.num_bytes
             if self._copied_bytes + size <= MOST_LEASED:
-                self._copies[key] = bytes(bytes_of(self._rows[block]))
+                self._copies[key] = self._rows.content(block)
                 self._copied_bytes += size
 
     def clear(self) -> None:
@@ -117,7 +119,7 @@ class Lender:
             if not self.layout or len(self._links) >= MOST_LINKS:
                 connection.close()
                 continue
-            link = KVLink(connection)
+            link = self._link(connection)
             with self._guard:
                 self._links.add(link)
             threading.Thread(target=self._serve, args=(link, host), name="kv lender", daemon=True).start()
@@ -166,6 +168,8 @@ class Lender:
         """Send the next block of each fetch, if it is there; whether anything was sent."""
         has_sent = False
         for number, lent in list(fetches.items()):
+            if not link.has_room:
+                break
             key = lent.keys[lent.at]
             payload = self._content(key)
             if payload is None and lent.is_computed:
@@ -188,7 +192,7 @@ class Lender:
         # Nothing writes to the block before `lose`, which waits for the guard.
         with self._guard:
             block = self._held.get(key)
-            return self._copies.get(key) if block is None else bytes(bytes_of(self._rows[block]))
+            return self._copies.get(key) if block is None else self._rows.content(block)
 
     def _unlease(self, link: KVLink, lent: _Lent) -> None:
         with self._guard:
@@ -202,7 +206,7 @@ class Lender:
         if not waiting:
             del self._wanted[key]
             if self._copies.pop(key, None) is not None:
-                self._copied_bytes -= self._rows.shape[1]
+                self._copied_bytes -= self._rows.num_bytes
 
 
 def listen(address: str, security: LinkSecurity, setting: str) -> socket.socket:

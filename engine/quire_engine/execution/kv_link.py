@@ -47,6 +47,8 @@ class Closed(Exception):
 class KVLink:
     """One end, used by one thread. `wake` may be called by any."""
 
+    _questions = frozenset({FETCH, CANCEL, STAY})
+
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._woken, self._waker = socket.socketpair()
@@ -92,7 +94,7 @@ class KVLink:
         """Both sides have blocks of one layout, or it ends here."""
         self._socket.sendall(layout)
         if not hmac.compare_digest(self._exactly(len(layout)), layout):
-            raise Refused("its blocks are of another model, another layout or other numerics")
+            raise Refused("its blocks are of another model, another layout, other numerics or come another way")
         self._key, self._layout, self._deadline = key, layout, None
         self._socket.settimeout(STUCK_SECONDS)
 
@@ -118,6 +120,11 @@ class KVLink:
                 self._woken.recv(4096)
         return self._socket.fileno() in found
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a further block may be sent now; if not, a question will make room."""
+        return True
+
     def close(self) -> None:
         """Idempotent; called by the link's own thread."""
         for each in (self._socket, self._woken, self._waker):
@@ -140,7 +147,7 @@ class KVLink:
     def question(self) -> tuple[int, int, tuple[bytes, ...], bool]:
         """Read a question that has begun to come: kind, fetch, keys, is_computed. Raises Closed, OSError."""
         kind, fetch, flags, count = _QUESTION.unpack(self._exactly(_QUESTION.size))
-        if kind not in {FETCH, CANCEL, STAY} or count > MOST_FETCHED or (count and kind != FETCH):
+        if kind not in self._questions or count > MOST_FETCHED or (count and kind != FETCH):
             raise Closed("it asks what no engine asks")
         keys = self._exactly(count * KEY_BYTES)
         each = tuple(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
@@ -150,9 +157,12 @@ class KVLink:
 
     def send_block(self, fetch: int, index: int, key: bytes, payload: bytes) -> None:
         """Send a block with its digest. Raises OSError."""
-        digest = self._digest(fetch, index, key, payload)
-        self._socket.sendall(_ANSWER.pack(BLOCK, fetch, index) + digest)
+        self._socket.sendall(self._introduced(fetch, index, key, payload))
         self._socket.sendall(payload)
+
+    def _introduced(self, fetch: int, index: int, key: bytes, payload: bytes) -> bytes:
+        """The bytes before a block: its place, and the digest."""
+        return _ANSWER.pack(BLOCK, fetch, index) + self._digest(fetch, index, key, payload)
 
     def send_miss(self, fetch: int, index: int) -> None:
         """Tell that neither this block nor those behind it will come. Raises OSError."""
@@ -163,14 +173,19 @@ class KVLink:
 
         `meanwhile` is called after each call of `wake`. Raises Closed, OSError.
         """
-        kind, fetch, index = _ANSWER.unpack(self._exactly(_ANSWER.size))
+        kind, fetch, index = self._answered()
         if kind == MISS:
             return kind, fetch, index, b"", bytearray()
-        if kind != BLOCK:
-            raise Closed("it answers what no engine answers")
         digest, payload = self._exactly(DIGEST_BYTES), bytearray(num_bytes)
         self._fill(memoryview(payload), meanwhile)
         return kind, fetch, index, digest, payload
+
+    def _answered(self) -> tuple[int, int, int]:
+        """Kind, fetch and index of an answer. Raises Closed, OSError."""
+        kind, fetch, index = _ANSWER.unpack(self._exactly(_ANSWER.size))
+        if kind not in {BLOCK, MISS}:
+            raise Closed("it answers what no engine answers")
+        return kind, fetch, index
 
     def is_whole(self, fetch: int, index: int, key: bytes, digest: bytes, payload: bytearray) -> bool:
         """Whether the payload is that of this key, as the peer has sent it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from torch import Tensor
 from quire_engine.execution.block_files import BlockFiles
 from quire_engine.execution.models.served import ModelFacts
 from quire_engine.execution.models.weights import pool_parts
+from quire_engine.execution.pool_rows import PoolRows, bytes_of, mapped
 from quire_engine.kv_groups import KVHeads, KVLayout, one_group
 from quire_kernels.kernel_set import KernelSet, PoolPart
 
@@ -71,12 +71,25 @@ class KVStorage:
         *,
         layout: KVLayout | None = None,
         on_copy: Callable[[Pairs], None] | None = None,
+        memory_fd: int | None = None,
     ) -> None:
-        """`layout`: None: all of the model's layers in one group. `on_copy` is called before each copy."""
+        """`layout`: None: all of the model's layers in one group. `on_copy` is called before each copy.
+
+        `memory_fd`: a file of memory that is to be the pool, of its size, for other processes to map.
+        """
         self._copy, self._on_copy = kernels.copy_blocks, on_copy
         sizes = _PoolSizes.of(kernels, layout or one_group(config.kv_heads), block_size, dtype)
         heads = sizes.heads
-        self.tensor = kernels.new_kv(num_blocks, sizes.num_layers, heads.number, block_size, heads.width, dtype, device)
+
+        def new_kv(count: int) -> Tensor:
+            return kernels.new_kv(count, sizes.num_layers, heads.number, block_size, heads.width, dtype, device)
+
+        if memory_fd is None:
+            self.tensor = new_kv(num_blocks)
+        else:
+            one = new_kv(1)
+            memory = mapped(memory_fd, (num_blocks, one.nbytes))
+            self.tensor = memory.view(one.dtype).view(num_blocks, *one.shape[1:])
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Pairs) -> None:
@@ -90,11 +103,6 @@ class KVStorage:
             return
         indices = torch.tensor(pairs, device=self.tensor.device)  # [n, 2]
         self.tensor[indices[:, 1]] = self.tensor[indices[:, 0]]
-
-
-def block_rows(pool: Tensor) -> Tensor:
-    """A pool's memory, [blocks, bytes] uint8: by the kernels' contract the first dimension is the block."""
-    return pool.flatten(1).view(torch.uint8)
 
 
 class KVBlocks(Protocol):
@@ -131,9 +139,9 @@ class HostBlocks(Protocol):
 class HostKV:
     """See `HostBlocks`. The pool may lie on a device or on the host itself. A swap is done when `swap` returns."""
 
-    def __init__(self, pool: Tensor, num_blocks: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._pool = block_rows(pool)
-        self._host = torch.zeros(num_blocks, self._pool.shape[1], dtype=torch.uint8)
+    def __init__(self, pool: PoolRows, num_blocks: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._pool = pool
+        self._host = torch.zeros(num_blocks, pool.num_bytes, dtype=torch.uint8)
         self._clock = clock
         self._files: KVFiles | None = None
 
@@ -151,13 +159,11 @@ class HostKV:
             blocks = [target for _, target in out]
             if self._files is not None:
                 self._files.replace(blocks, keys)
-            sources, targets = _columns(out)
-            self._host[targets] = self._pool[sources.to(self._pool.device)].to(self._host.device)
+            self._pool.copy_to(self._host, *_columns(out))
             if self._files is not None:
                 self._files.write(blocks, keys, _arrived)
         if into:
-            sources, targets = _columns(into)
-            self._pool[targets.to(self._pool.device)] = self._host[sources].to(self._pool.device)
+            self._pool.copy_from(self._host, *_columns(into))
 
     def seconds_per_block(self) -> float:
         """By copying the empty pool's zeros out and in again."""
@@ -287,8 +293,3 @@ class KVFiles:
                 return
             payload = bytes(bytes_of(self._row(block)))
         self._files.write(key, payload)
-
-
-def bytes_of(row: Tensor) -> memoryview:
-    """The memory of a row of uint8 on the host."""
-    return memoryview((ctypes.c_char * row.numel()).from_address(row.data_ptr())).cast("B")

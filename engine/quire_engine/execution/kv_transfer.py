@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-
-from torch import Tensor
 
 from quire_engine.block_store import Payload, TransferCounts
 from quire_engine.config import KVTransferConfig
 from quire_engine.execution.kv_fetching import Fetcher
 from quire_engine.execution.kv_lending import Lender, listen
-from quire_engine.execution.kv_storage import block_rows, bytes_of
+from quire_engine.execution.kv_link import KVLink
+from quire_engine.execution.nixl_link import NAME, NixlAgent, NixlLink
+from quire_engine.execution.pool_rows import PoolRows
 from quire_engine.link_security import LinkSecurity, link_security
 
 _log = logging.getLogger(__name__)
@@ -27,24 +28,35 @@ _log = logging.getLogger(__name__)
 class KVTransfer:
     """See `block_store.BlockPeers`."""
 
-    def __init__(self, pool: Tensor, listening: str, security: LinkSecurity, *, layout: Callable[[str], bytes]) -> None:
-        """`pool` [blocks, ...] on the host; `listening`: HOST:PORT; `layout`: the name of what the bytes depend on
-        beside the tokens, from the model's digest. Raises ConfigError.
+    def __init__(
+        self,
+        pool: PoolRows,
+        listening: str,
+        security: LinkSecurity,
+        *,
+        layout: Callable[[str], bytes],
+        agent: NixlAgent | None = None,
+    ) -> None:
+        """`pool`: on the host; `listening`: HOST:PORT; `layout`: the name of what the bytes depend on
+        beside the tokens, from the model's digest; `agent`: blocks go through it. Raises ConfigError.
         """
-        self._rows, self._layout = block_rows(pool), layout
+        self._rows, self._layout = pool, layout
         where = listen(listening, security, "--kv-listen")
         host, port = where.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._lender = Lender(self._rows, where, security)
-        self._fetcher = Fetcher(self._rows.shape[1], security)
+        self._way = b"" if agent is None else NAME
+        link = KVLink if agent is None else partial(NixlLink, agent=agent, num_bytes=pool.num_bytes)
+        self._lender = Lender(self._rows, where, security, link=link)
+        self._fetcher = Fetcher(pool.num_bytes, security, link=link)
         self.offer, self.lose, self.clear = self._lender.offer, self._lender.lose, self._lender.clear
         self.fetch, self.cancel = self._fetcher.fetch, self._fetcher.cancel
         self.take, self.wait = self._fetcher.take, self._fetcher.wait
+        self.block_seconds = self._fetcher.block_seconds
 
     @property
     def counts(self) -> TransferCounts:
         """Leases now, and what happened to blocks since the start."""
-        lender, fetcher, size = self._lender, self._fetcher, self._rows.shape[1]
+        lender, fetcher, size = self._lender, self._fetcher, self._rows.num_bytes
         return TransferCounts(
             leased=lender.num_leased,
             sent=lender.num_sent,
@@ -55,18 +67,13 @@ class KVTransfer:
             received_bytes=fetcher.num_received * size,
         )
 
-    @property
-    def seconds_per_block(self) -> float:
-        """Of reading one from the wire; 0: none was read yet."""
-        return self._fetcher.seconds_per_block
-
     def place(self, payload: Payload, block: int) -> None:
         """Copy a block that has come into the pool; call it between steps."""
-        bytes_of(self._rows[block])[:] = payload
+        self._rows.place(payload, block)
 
     def name_model(self, digest: str) -> None:
         """From now on blocks are passed on, among engines of this model's digest."""
-        name = sha256(self._layout(digest)).digest()
+        name = sha256(self._layout(digest) + self._way).digest()
         if self._lender.layout != name:
             _log.info("KV blocks are passed on at %s", self.address)
         self._lender.layout = self._fetcher.layout = name
@@ -77,7 +84,7 @@ class KVTransfer:
         self._fetcher.close()
 
 
-def open_transfer(config: KVTransferConfig, pool: Tensor, layout: Callable[[str], bytes]) -> KVTransfer:
+def open_transfer(config: KVTransferConfig, pool: PoolRows, layout: Callable[[str], bytes]) -> KVTransfer:
     """The transfer that settings ask for. Raises ConfigError."""
 
     def path(text: str) -> Path | None:
@@ -86,6 +93,7 @@ def open_transfer(config: KVTransferConfig, pool: Tensor, layout: Callable[[str]
     security = link_security(
         key_file=path(config.key_file), cert=path(config.cert), key=path(config.key), ca=path(config.ca)
     )
-    made = KVTransfer(pool, config.listen, security, layout=layout)
+    agent = NixlAgent() if config.transport == "nixl" else None
+    made = KVTransfer(pool, config.listen, security, layout=layout, agent=agent)
     made.address = config.reached_at or made.address
     return made

@@ -16,11 +16,9 @@ from contextlib import suppress
 from heapq import nsmallest
 from pathlib import Path
 
-from torch import Tensor
-
 from quire_engine.block_store import Payload, StoreCounts
 from quire_engine.execution.block_files import BlockFiles
-from quire_engine.execution.kv_storage import block_rows, bytes_of
+from quire_engine.execution.pool_rows import PoolRows
 
 _log = logging.getLogger(__name__)
 MOST_WAITING = 1024  # blocks to write; more are left out
@@ -33,9 +31,9 @@ _CLOSE_SECONDS = 1.0  # for blocks that are not written yet; the parent of the p
 _WEIGHT = 0.2  # of the newest block in the mean time of reading
 
 
-def open_prefix_files(directory: Path, layout: bytes, pool: Tensor, most: int, *, places: int = 1) -> PrefixFiles:
-    """The files of a pool [blocks, ...] on the host, at most `most` of them. `BlockFiles` has the rest."""
-    files = BlockFiles(directory, layout, num_bytes=block_rows(pool).shape[1], places=places)
+def open_prefix_files(directory: Path, layout: bytes, pool: PoolRows, most: int, *, places: int = 1) -> PrefixFiles:
+    """The files of a pool on the host, at most `most` of them. `BlockFiles` has the rest."""
+    files = BlockFiles(directory, layout, num_bytes=pool.num_bytes, places=places)
     return PrefixFiles(files, pool, most)
 
 
@@ -46,10 +44,10 @@ class PrefixFiles:
     use. Of those used in one period the deeper ones count as older: a prefix is of no use without its beginning.
     """
 
-    def __init__(self, files: BlockFiles, pool: Tensor, most: int) -> None:
+    def __init__(self, files: BlockFiles, pool: PoolRows, most: int) -> None:
         """`pool`: the KV pool on the host; `most`: files at most."""
         self.seconds_per_block = 0.0  # of reading one; 0: none was read yet
-        self._files, self._rows, self._most = files, block_rows(pool), most
+        self._files, self._rows, self._most = files, pool, most
         self._changed = threading.Condition()  # guards all below; never held while the disk works or a block is copied
         found = files.found()
         surplus = max(0, len(found) - most)  # the bound may have been larger before
@@ -166,7 +164,7 @@ class PrefixFiles:
 
     def place(self, payload: Payload, block: int) -> None:
         """Copy a block that was read into the pool; call it between steps."""
-        bytes_of(self._rows[block])[:] = payload
+        self._rows.place(payload, block)
 
     def close(self, seconds: float = _CLOSE_SECONDS) -> None:
         """Write what waits, as far as that goes in so many seconds, and let another process have the folder."""
@@ -207,7 +205,7 @@ class PrefixFiles:
 
     def _write(self, key: bytes, block: int, depth: int) -> None:
         used = int(time.time()) // _PERIOD * _PERIOD * _NS - depth * _DEPTH_NS
-        payload = bytes(bytes_of(self._rows[block]))
+        payload = self._rows.content(block)
         with self._changed:
             # The pool calls `lose` before it writes to a block: if the key still waits, its content was copied.
             if self._writes.pop(key, None) is None:

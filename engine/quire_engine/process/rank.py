@@ -1,7 +1,8 @@
-"""A rank beside the engine process: `python -m quire_engine.process.rank RANK EXCHANGE_FD MEMORY_FD PARENT_PID`.
+"""A rank beside the engine process: `python -m quire_engine.process.rank RANK EXCHANGE_FD MEMORY_FD POOL_FD PARENT`.
 
 Owns the process: its death with the parent, its replies. It reads the configuration and then the size of the pool, a
-line of JSON each, says `ready` and computes what rank 0 tells until that ends.
+line of JSON each, says `ready` and computes what rank 0 tells until that ends. POOL_FD is -1 where rank 0 needs no
+access to the pool; PARENT is the pid of the engine process.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from quire_engine.errors import QuireError
 from quire_engine.machine import die_with_parent, leave_signals_to_parent
 
 
-def main(rank: int, exchange_fd: int, memory_fd: int, parent_pid: int) -> int:
+def main(rank: int, exchange_fd: int, memory_fd: int, pool_fd: int, parent_pid: int) -> int:
     """Run until rank 0 ends; the process's exit code."""
     leave_signals_to_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -38,7 +39,8 @@ def main(rank: int, exchange_fd: int, memory_fd: int, parent_pid: int) -> int:
         if line is None:
             return 0
         sizes = json.loads(line)
-        follow = built.load(memory_fd, num_blocks=sizes["num_blocks"], positions=sizes["positions"])
+        own_pool = None if pool_fd < 0 else pool_fd
+        follow = built.load(memory_fd, num_blocks=sizes["num_blocks"], positions=sizes["positions"], pool_fd=own_pool)
     except (QuireError, OSError, MemoryError) as error:
         print(f"quire: rank {rank}: {error or type(error).__name__}", file=sys.stderr, flush=True)
         return 1
@@ -51,4 +53,4 @@ def main(rank: int, exchange_fd: int, memory_fd: int, parent_pid: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:5])))
+    sys.exit(main(*map(int, sys.argv[1:6])))

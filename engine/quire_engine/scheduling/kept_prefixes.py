@@ -6,6 +6,7 @@ sooner than computing; a block that comes in is one that the request's own hashe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from itertools import repeat
 from quire_engine.block_hashes import block_hash, prompt_hashes, root_hash
 from quire_engine.block_store import MOST_FETCHED, BlockPeers, BlockStore, Payload, StoreCounts, TransferCounts
 from quire_engine.limits import SchedulerConfig
+from quire_engine.roles import LATE_SECONDS, latest_arrival
 from quire_engine.scheduling.blocks import PrefixMatch
 from quire_engine.scheduling.kv_allocator import KVAllocator, adopt, holds, tell
 from quire_engine.scheduling.log.step_log import StepLog
@@ -24,8 +26,9 @@ from quire_engine.types import TRANSFER_EVENTS, EngineStats, GenerationRequest
 LEAST_TOKENS = 512  # of a prompt that is kept though no other request has begun with its blocks
 _PATIENCE = 5.0  # seconds without any block read, after which requests compute instead
 _TRUST = 0.95  # of the time that reading took, whenever computing was preferred to it
-# A request that fetches may be later by this share of the time that computing takes, and by these seconds.
-LATE_SHARE, LATE_SECONDS = 0.2, 0.05
+SHORTEST, LONGEST = 1.0, 32.0  # seconds in which an engine is left alone: doubled each time that it was late once more
+_TICK = 0.0005  # seconds at least that are waited at a time
+_LITTLE = 0.5  # share of what was fetched: with less in time it would have been sooner to compute
 
 
 def allocator_with(
@@ -120,8 +123,10 @@ class KeptPrefixes:
         self._cost = SwapCost(0.0)
         self._waits: dict[str, Wait] = {}  # by request
         self._coming: dict[bytes, Coming] = {}  # by key what is under way
-        self._trust = self._trust_in_peers = 1.0  # share of the measured time of reading
-        self._reported: tuple[StoreCounts, TransferCounts] = StoreCounts(), TransferCounts()
+        self._trust = 1.0  # share of the measured time of reading
+        self._peer_trust = PeerTrust()
+        self._now = 0.0  # when a request last asked whether it is ready, or blocks were taken in
+        self._reported = StoreCounts(), TransferCounts(), frozenset[str]()
         self._waited: tuple[str, str, float] = "", "", 0.0  # the latest request that has waited: id, for what, seconds
         self._transfer_seconds = 0.0  # of all waits for other engines
 
@@ -129,24 +134,37 @@ class KeptPrefixes:
     def is_reading(self) -> bool:
         return bool(self._waits)
 
-    def is_ready(self, request: GenerationRequest, clock: Callable[[], float]) -> bool:
-        """Whether the request has nothing to wait for; what is kept of its prompt begins to be read, or fetched."""
+    def is_ready(self, request: GenerationRequest, clock: Callable[[], float], *, is_alone: bool = False) -> bool:
+        """Whether the request has nothing to wait for; what is kept of its prompt begins to be read, or fetched.
+
+        `is_alone`: nothing else is computed here, so that its prompt takes what its tokens take.
+        """
         if self._store is None and self._peers is None:
             return True
         wait, now = self._waits.get(request.request_id), clock()
+        self._now = now
         if wait is None:
-            wait = self._begin(request, now)
+            wait = self._begin(request, now, is_alone=is_alone)
             if wait is None:
                 return True
         wait.keys &= self._coming.keys()
-        if wait.keys and not wait.is_over(now):
+        if wait.keys and now < wait.over_at:
             return False
+        if wait.peer:
+            self._judge(wait, now)
         self.withdraw(request.request_id)
         seconds = now - wait.began
         self._waited = request.request_id, "files" if wait.seconds is None else "transfer", seconds
         if wait.seconds is not None:
             self._transfer_seconds += seconds
         return True
+
+    def _judge(self, wait: Wait, now: float) -> None:
+        """A request's own fetch is over: learn whether it pays to ask that engine."""
+        if wait.num_lost + len(wait.keys) > (1.0 - _LITTLE) * wait.num_keys:
+            self._peer_trust.was_late(wait.peer, now)
+        elif not wait.keys and not wait.num_lost:
+            self._peer_trust.was_good(wait.peer)
 
     def waited(self, request_id: str) -> tuple[str, float]:
         """The reason why the request that has just become ready had waited, and the seconds; empty: it had not."""
@@ -158,7 +176,7 @@ class KeptPrefixes:
         wait = self._waits.pop(request_id, None)
         if wait is None:
             return
-        if wait.fetches and self._peers is not None:
+        if wait.peer and self._peers is not None:
             self._peers.cancel(request_id)
             for key in wait.keys:
                 coming = self._coming.get(key)
@@ -173,6 +191,7 @@ class KeptPrefixes:
         """Bring into the pool what has come. Call it between steps, with none in flight."""
         if not self._waits:
             return
+        self._now = now
         for source in (self._store, self._peers):
             if source is not None:
                 self._take_from(source, now)
@@ -187,6 +206,7 @@ class KeptPrefixes:
             for wait in self._waits.values():
                 wait.moved_at = now
             if payload is None:
+                self._lost(found)
                 continue
             request, depth = found.request, found.depth
             if owner is not None and (request is not owner or depth != first + len(run)):
@@ -197,6 +217,12 @@ class KeptPrefixes:
             run.append((key, payload))
         if owner is not None:
             self._place(owner, first, run, source)
+
+    def _lost(self, content: Coming) -> None:
+        """It will not come."""
+        wait = self._waits.get(content.request.request_id)
+        if wait is not None and content.is_fetched:
+            wait.num_lost += 1
 
     def adopt(self, request: GenerationRequest, first: int, keys: Values[bytes]) -> list[int | None]:
         """Give blocks of the pool to these contents, which begin at block `first` of the request's prompt.
@@ -215,11 +241,12 @@ class KeptPrefixes:
         ]
 
     def wait(self, seconds: float) -> None:
-        """Until a block has come, at most so long."""
-        fetches = any(wait.fetches for wait in self._waits.values())
+        """Until a block has come, or one request's wait is over, at most so long."""
+        fetches = any(wait.peer for wait in self._waits.values())
         source = self._peers if fetches else self._store
         if source is not None:
-            source.wait(seconds)
+            first = min((wait.over_at for wait in self._waits.values()), default=math.inf)
+            source.wait(min(seconds, max(first - self._now, _TICK)))
 
     def name_model(self, digest: str) -> None:
         """The model's name on all machines, without which no block is lent or fetched."""
@@ -238,7 +265,7 @@ class KeptPrefixes:
         """The statistics, completed by those of the store and of the transfers."""
         if self._store is None and self._peers is None:
             return stats
-        kept, passed = self._reported = self._counts()
+        kept, passed, left_alone = self._reported = self._counts()
         return replace(
             stats,
             kept_blocks=kept.blocks,
@@ -250,11 +277,13 @@ class KeptPrefixes:
             total_transfers={event: getattr(passed, event) for event in TRANSFER_EVENTS},
             total_transfer_bytes={"sent": passed.sent_bytes, "received": passed.received_bytes},
             total_transfer_wait_seconds=self._transfer_seconds,
+            late_peers=left_alone,
         )
 
-    def _counts(self) -> tuple[StoreCounts, TransferCounts]:
+    def _counts(self) -> tuple[StoreCounts, TransferCounts, frozenset[str]]:
         kept = StoreCounts() if self._store is None else self._store.counts
-        return kept, TransferCounts() if self._peers is None else self._peers.counts
+        passed = TransferCounts() if self._peers is None else self._peers.counts
+        return kept, passed, self._peer_trust.left_alone(self._now)
 
     def _place(
         self, request: GenerationRequest, first: int, run: list[tuple[bytes, Payload]], source: BlockStore | BlockPeers
@@ -266,7 +295,7 @@ class KeptPrefixes:
                 if self._peers is not None:
                     self._peers.offer(key, block)
 
-    def _begin(self, request: GenerationRequest, now: float) -> Wait | None:
+    def _begin(self, request: GenerationRequest, now: float, *, is_alone: bool) -> Wait | None:
         """Begin to bring in what others have of a prompt; None where there is nothing, or computing is sooner."""
         if request.sampling.num_prompt_logprobs is not None or request.pooling == "mean":
             return None  # every row is computed
@@ -278,33 +307,40 @@ class KeptPrefixes:
             self._trust = 1.0
             self._coming |= {key: Coming(request, depth) for key, depth in wanted.items()}
             self._store.read(wanted)
-        fetched = self._fetch(request, beyond)
+        fetched, queue_seconds = self._fetch(request, beyond, now, is_alone=is_alone)
         if not wanted and not pending and not fetched:
             return None
         seconds = sum(self._coming[key].seconds for key in (*pending, *fetched) if self._coming[key].is_fetched)
-        wait = self._waits[request.request_id] = Wait(
-            keys={*wanted, *pending, *fetched}, began=now, moved_at=now, fetches=bool(fetched)
-        )
+        wait = self._waits[request.request_id] = Wait(keys={*wanted, *pending, *fetched}, began=now, moved_at=now)
+        if fetched and request.kv_source is not None:
+            wait.peer, wait.queue_seconds = request.kv_source.address, queue_seconds
         if seconds:
             wait.seconds, wait.num_keys = seconds, len(wait.keys)
         return wait
 
-    def _fetch(self, request: GenerationRequest, beyond: dict[bytes, int]) -> list[bytes]:
-        """Begin to fetch these contents where the request says; returns those that come."""
+    def _fetch(
+        self, request: GenerationRequest, beyond: dict[bytes, int], now: float, *, is_alone: bool
+    ) -> tuple[list[bytes], float]:
+        """Begin to fetch these contents where the request says; returns those that come.
+
+        And the seconds that the request would have to wait before its own prompt is computed.
+        """
         source = request.kv_source
-        if source is None or self._peers is None or not beyond:
-            return []
-        # What is predicted for the whole prompt counts for the rest of it.
+        if source is None or self._peers is None or not beyond or not self._peer_trust.asks(source.address, now):
+            return [], 0.0
+        # What is predicted for the whole prompt counts for the rest of it, unless it is known what that takes.
+        computed = self._cost.seconds(len(beyond) * self._kv.block_size)
         own_seconds = max(source.own_seconds, LATE_SECONDS)
-        a_block = self._trust_in_peers * self._peers.seconds_per_block
+        if computed:
+            own_seconds = computed if is_alone else max(own_seconds, computed)
+        a_block = 0.0 if self._peer_trust.is_tried(source.address) else self._peers.block_seconds(source.address)
         if a_block * len(beyond) > own_seconds or self._is_slower(len(beyond), a_block):
-            self._trust_in_peers *= _TRUST
-            return []
-        self._trust_in_peers = 1.0
-        seconds = own_seconds / len(beyond)
+            self._peer_trust.was_late(source.address, now, is_known=True)
+            return [], 0.0
+        seconds = (computed or own_seconds) / len(beyond)
         self._coming |= {key: Coming(request, depth, is_fetched=True, seconds=seconds) for key, depth in beyond.items()}
         self._peers.fetch(request.request_id, source.address, list(beyond), is_computed=source.is_computing)
-        return list(beyond)
+        return list(beyond), own_seconds - computed if computed else 0.0
 
     def _is_slower(self, num_blocks: int, seconds_per_block: float) -> bool:
         """Whether bringing so many blocks in takes longer than computing their tokens."""
@@ -357,17 +393,66 @@ class Wait:
     keys: set[bytes]  # that were under way when it came
     began: float
     moved_at: float  # when the last block came, or it came itself
-    fetches: bool = False  # of its own, from another engine
+    peer: str = ""  # the engine that it fetches from itself; empty: it fetches nothing
     seconds: float | None = None  # that computing all of them is predicted to take; None: none is fetched
+    queue_seconds: float = 0.0  # that it would have to wait before its prompt is computed
     num_keys: int = 0  # when it came
+    num_lost: int = 0  # of those that it fetches itself: they will not come
 
-    def is_over(self, now: float) -> bool:
-        """Whether what has not come yet is to be computed.
+    @property
+    def over_at(self) -> float:
+        """When what has not come by then is to be computed.
 
         Fetched blocks must come about as fast as they would be computed. So a request whose fetch fails at any time has
         its first token at most `LATE_SHARE` and `LATE_SECONDS` later than by computing all of its prompt.
         """
         if self.seconds is None:
-            return now - self.moved_at >= _PATIENCE
+            return self.moved_at + _PATIENCE
         come = 1.0 - len(self.keys) / self.num_keys
-        return now - self.began > self.seconds * (LATE_SHARE + come) + LATE_SECONDS
+        return self.began + latest_arrival(self.seconds, come, self.queue_seconds)
+
+
+@dataclass(slots=True)
+class _Lateness:
+    """Of one engine."""
+
+    pause: float  # seconds, after it has been late once more
+    until: float = 0.0  # when it is asked again
+
+
+class PeerTrust:
+    """Which engines blocks are fetched from: one from which they came late is left alone for a while.
+
+    Every engine is asked again after `LONGEST` seconds at the latest.
+    """
+
+    def __init__(self) -> None:
+        self._late: dict[str, _Lateness] = {}
+
+    def asks(self, peer: str, now: float) -> bool:
+        """Whether a request may fetch from there."""
+        found = self._late.get(peer)
+        return found is None or now >= found.until
+
+    def is_tried(self, peer: str) -> bool:
+        """Whether it was late the last time, so that what is known of it may be no longer true."""
+        return peer in self._late
+
+    def was_late(self, peer: str, now: float, *, is_known: bool = False) -> None:
+        """A request has waited for it in vain. Requests that waited at once count once.
+
+        The first time is forgiven, since a connection may have had to be made; not if it `is_known` to be slow.
+        """
+        found = self._late.get(peer)
+        if found is None:
+            found = self._late[peer] = _Lateness(pause=SHORTEST if is_known else 0.0)
+        if now >= found.until:
+            found.until, found.pause = now + found.pause, min(max(2 * found.pause, SHORTEST), LONGEST)
+
+    def was_good(self, peer: str) -> None:
+        """All that a request fetched there has come."""
+        self._late.pop(peer, None)
+
+    def left_alone(self, now: float) -> frozenset[str]:
+        """The engines that are not asked now."""
+        return frozenset([peer for peer, found in self._late.items() if now < found.until])

@@ -666,6 +666,10 @@ class SwapCost:
         """Take this time of one block's copy from now on."""
         self._seconds_per_block = seconds_per_block
 
+    def seconds(self, num_tokens: int) -> float:
+        """The time that computing so many tokens takes; 0: unknown."""
+        return num_tokens * self._seconds_per_token
+
     def _is_cheaper(self, copies: int, num_tokens: int) -> bool:
         if self._seconds_per_token == 0:
             return True

@@ -16,19 +16,20 @@ from math import log
 from zlib import crc32
 
 from quire_engine.cost_model import CostModel
+from quire_engine.errors import ConfigError
 from quire_engine.limits import SchedulerLimits
 from quire_engine.routing.prediction import prompt_tokens_a_step
 from quire_engine.routing.views import ReplicaView
 from quire_engine.scheduling.account import size_class
 from quire_engine.simulation.fleet import (
     BlockNames,
-    FirstToken,
     Fleet,
     FleetOutcome,
     FleetSimulation,
     simulate_steps,
 )
 from quire_engine.simulation.outcome import Outcome, Served
+from quire_engine.simulation.prompt_replicas import FirstToken
 from quire_engine.simulation.report import percentile
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.traces import TraceRow
@@ -288,6 +289,8 @@ class CoarseReplica:
 
 def simulate_coarsely(fleet: Fleet, rows: Sequence[TraceRow], *, fit: Fit, speed: float = 1.0) -> FleetOutcome:
     """A fleet of coarse replicas. Raises ConfigError."""
+    if fleet.for_prompts:
+        raise ConfigError("replicas for prompts are simulated step by step; use the step level")
     limits = fleet.replica.scheduler.limits
     unit = max((row.block_tokens for row in rows), default=0) or limits.block_size
     make = partial(CoarseReplica, told=replace(limits, block_size=unit), fit=fit)

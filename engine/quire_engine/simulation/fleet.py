@@ -13,15 +13,17 @@ from heapq import heapify, heappop
 from itertools import pairwise, takewhile
 from typing import Protocol
 
-from quire_engine.block_hashes import routed_names
+from quire_engine.block_hashes import prompt_hashes, routed_names
 from quire_engine.cost_model import CostModel
 from quire_engine.errors import ConfigError
+from quire_engine.roles import CHUNK_FOR_OTHERS
 from quire_engine.routing.fleet import WantedReplicas, request_seconds
 from quire_engine.routing.index import PrefixIndex
 from quire_engine.routing.policy import route_policy
 from quire_engine.routing.prediction import Slowness
 from quire_engine.routing.views import ReplicaView, Route, RouteRequest
 from quire_engine.simulation.outcome import Outcome, Served
+from quire_engine.simulation.prompt_replicas import FirstToken, PromptReplicas
 from quire_engine.simulation.requests import as_request
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.simulator import Simulation
@@ -46,6 +48,8 @@ class Fleet:
     stale: float = 0.0  # seconds by which the index lags behind
     wrong_cost: float = 1.0  # the router's cost model is so many times the true one
     ttft_target: float = 0.0  # seconds of p95, for the number of replicas that are wanted; 0: none
+    for_prompts: int = 0  # of the replicas: they compute prompts for the others, and answer nothing
+    token_seconds: float = 0.0  # of one token's KV blocks on the wire between them
 
     def check(self) -> None:
         """Raises ConfigError."""
@@ -55,14 +59,10 @@ class Fleet:
             raise ConfigError(f"{len(self.lose_at)} of {self.replicas} replicas are lost, one must be left")
         if min(self.silence, self.stale, *self.lose_at, 0.0) < 0 or min(self.slow, self.wrong_cost) <= 0:
             raise ConfigError("times of a fleet must be at least 0, factors above 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstToken:
-    """A request has its first token, or has ended without one."""
-
-    number: int
-    at: float
+        if self.for_prompts >= self.replicas:
+            raise ConfigError(f"{self.for_prompts} of {self.replicas} replicas are for prompts, one must answer")
+        if self.for_prompts and (self.lose_at or self.slow != 1.0 or self.stale):
+            raise ConfigError("with replicas for prompts none is lost or slow, and no index is stale")
 
 
 class FleetReplica(Protocol):
@@ -120,6 +120,27 @@ class StepReplica(Simulation):
         self._unanswered: dict[str, int] = {}  # prompt tokens that the router expects to be computed, by request
         self._first_tokens: list[FirstToken] = []
         self._freed: deque[tuple[float, int]] = deque()
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a prompt that are computed at a time."""
+        return self._base.limits.prefill_chunk
+
+    def computed_tokens(self, number: int) -> int:
+        """Of a live request's prompt, the cached ones too."""
+        group = self._scheduler._roster.live.get(str(number))
+        return 0 if group is None else group.leader.kv.num_computed
+
+    def adopt(self, row: TraceRow, number: int, num_tokens: int) -> None:
+        """The blocks of a prompt's first tokens come from elsewhere, as far as there is room."""
+        request = as_request(row, number, at=self._now, max_model_len=self._setup.scheduler.max_model_len)
+        most = min(num_tokens, row.input_tokens - 1) // self._block_size
+        keys = prompt_hashes(request.prompt_token_ids, request.cache_salt, self._block_size, most=most)
+        self._scheduler.kept.adopt(request, 0, keys[: self._scheduler._kv.num_available])
 
     def send(self, row: TraceRow, number: int, at: float, blocks: tuple[int, ...], hit_blocks: int) -> Served:  # noqa: ARG002
         self.advance(at + self._cost.request)
@@ -189,6 +210,8 @@ class FleetOutcome:
     ratios: list[float] = field(default_factory=list)  # seen TTFT over the predicted one, of each request
     chosen: list[int] = field(default_factory=list)  # the replica of each request that was sent, in order
     wanted: list[int] = field(default_factory=list)  # replicas that the requests asked for, every few seconds
+    passed_on: int = 0  # prompts that a replica computed for another one
+    late: int = 0  # of those: not all of it came in time
 
 
 @dataclass(slots=True, kw_only=True)
@@ -245,9 +268,10 @@ class FleetSimulation:
         self._every = every
         self._policy = route_policy(fleet.route)
         self._index = PrefixIndex()
+        self._prompts: PromptReplicas | None = None
         setup, believed = fleet.replica, times(fleet.replica.cost, fleet.wrong_cost)
         slow = replace(setup, cost=times(setup.cost, fleet.slow))
-        count = fleet.replicas
+        count = fleet.replicas - fleet.for_prompts
         self._labels = [f"r{number}" for number in range(count)]
         self._replicas = [
             make(name, slow if number == count - 1 else setup, believed) for number, name in enumerate(self._labels)
@@ -267,6 +291,11 @@ class FleetSimulation:
         self._requests: dict[int, _Sent] = {}
         self._open: list[set[int]] = [set() for _ in self._labels]  # unfinished requests, as the front knows them
         self._found = FleetOutcome(outcome=Outcome(num_blocks=0), counts=[0] * count)
+
+    def with_prompts(self, prompts: PromptReplicas) -> FleetSimulation:
+        """Let these replicas compute prompts for the others."""
+        self._prompts = prompts
+        return self
 
     def run(self, rows: Sequence[TraceRow], *, speed: float = 1.0) -> FleetOutcome:
         """Serve the whole load to its end. Rows with equal blocks of one tenant share a prefix."""
@@ -323,6 +352,8 @@ class FleetSimulation:
         self._found.counts[chosen] += 1
         self._found.chosen.append(chosen)
         self._open[chosen].add(number)
+        if self._prompts is not None and self._prompts.takes(row, number, at, blocks, route=route, taker=chosen):
+            return
         if chosen in self._gone:  # the loss is not noticed yet; then the request is moved
             sent.parts.append(Served(row=row, number=number, at=at))
             return
@@ -349,6 +380,7 @@ class FleetSimulation:
         if not all_of_them and self._every and at < self._fresh_at + self._every:
             return
         self._fresh_at = at
+        self._go_on(at)
         for number, replica in enumerate(self._replicas):
             if number not in self._gone:
                 replica.advance(at)
@@ -357,6 +389,20 @@ class FleetSimulation:
             _, number, changes = self._late.popleft()
             if number not in self._noticed:
                 self._index.apply(self._labels[number], changes)
+
+    def _go_on(self, until: float) -> None:
+        """Requests whose prompts others have computed go on where they are answered."""
+        if self._prompts is None:
+            return
+        for arrival in self._prompts.arrivals(until):
+            row, replica = self._requests[arrival.number].row, self._replicas[arrival.taker]
+            replica.advance(arrival.at)
+            assert isinstance(replica, StepReplica)
+            replica.adopt(row, arrival.number, arrival.tokens)
+            blocks = arrival.tokens // replica.block_size
+            served = replica.send(row, arrival.number, arrival.at, (), blocks)
+            self._requests[arrival.number].parts.append(served)
+            self._look(arrival.taker, arrival.at)
 
     def _look(self, number: int, at: float) -> None:
         replica, name = self._replicas[number], self._labels[number]
@@ -376,6 +422,12 @@ class FleetSimulation:
 
     def _finish(self) -> FleetOutcome:
         whole = self._found.outcome
+        self._go_on(float("inf"))
+        if self._prompts is not None:
+            self._found.passed_on, self._found.late = self._prompts.num_passed, self._prompts.num_late
+            for own in self._prompts.outcomes():
+                whole.busy_seconds += own.busy_seconds
+                whole.computed_tokens += own.computed_tokens
         for number, replica in enumerate(self._replicas):
             if number not in self._gone:
                 replica.advance(float("inf"))
@@ -441,7 +493,14 @@ def simulate_steps(fleet: Fleet, rows: Sequence[TraceRow], *, speed: float = 1.0
         )
     config = fleet.replica.scheduler
     names = token_names(config.limits.block_size, config.max_model_len)
-    return FleetSimulation(fleet, StepReplica, names).run(rows, speed=speed)
+    made = FleetSimulation(fleet, StepReplica, names)
+    if fleet.for_prompts:
+        chunk = min(CHUNK_FOR_OTHERS, config.limits.prefill_chunk)
+        setup, believed = fleet.replica, times(fleet.replica.cost, fleet.wrong_cost)
+        own = setup.with_settings([("prefill_chunk", chunk)])
+        them = [StepReplica(f"p{number}", own, believed) for number in range(fleet.for_prompts)]
+        made.with_prompts(PromptReplicas(them, fleet.token_seconds))
+    return made.run(rows, speed=speed)
 
 
 def copies(rows: Sequence[TraceRow], count: int) -> tuple[TraceRow, ...]:

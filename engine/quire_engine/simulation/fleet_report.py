@@ -40,6 +40,8 @@ class FleetReport:
     busy: float  # share of the replicas' time
     wanted: int  # replicas that the requests asked for at most, as a front's metrics would have told
     wanted_mean: float  # over the run
+    passed_on: int = 0  # prompts that a replica computed for another one
+    late: int = 0  # of those: not all of it came in time
 
 
 def fleet_report(fleet: Fleet, found: FleetOutcome, slo: Slo | None = None) -> FleetReport:
@@ -61,6 +63,8 @@ def fleet_report(fleet: Fleet, found: FleetOutcome, slo: Slo | None = None) -> F
         busy=made.busy / fleet.replicas,
         wanted=max(found.wanted, default=0),
         wanted_mean=sum(found.wanted) / max(len(found.wanted), 1),
+        passed_on=found.passed_on,
+        late=found.late,
     )
 
 

@@ -67,6 +67,15 @@ class Setup:
             raise ConfigError("max_num_queued_reqs and max_num_queued_tokens must be at least 0")
         return replace(self, scheduler=scheduler, **queue)
 
+    def of_ranks(self, ranks: int, exchanges: int, exchange_seconds: float, *, pools: bool = False) -> Setup:
+        """The server as `ranks` processes that compute one model, see `CostModel.of_ranks`.
+
+        `pools`: each brings the memory of a whole server.
+        """
+        cost = self.cost.of_ranks(ranks, exchanges, exchange_seconds)
+        made = replace(self, cost=cost)
+        return made.with_settings([("num_blocks", ranks * self.scheduler.num_blocks)]) if pools else made
+
     def settings(self) -> dict[str, Any]:
         """All settings that `with_settings` can change, by name."""
         limits = {one.name: getattr(self.scheduler.limits, one.name) for one in fields(SchedulerLimits)}

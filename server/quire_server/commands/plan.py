@@ -30,7 +30,7 @@ from quire_server.commands.planning.fleets import add_fleet_flags, print_fleet_p
 from quire_server.commands.planning.kv_plan import add_kv_flags, print_kv
 from quire_server.commands.planning.plan_section import Circumstances, section, write
 from quire_server.commands.showing.terminal import BAD_USAGE, DONE, FAILED, Parser, above_0, complain, wide_console
-from quire_server.commands.simulate import DEFAULT_COST, add_setup_flags, asked_trace
+from quire_server.commands.simulate import DEFAULT_COST, add_setup_flags, asked_trace, of_ranks
 from quire_server.settings import DEMO_MODEL, REMOVED, removed_line
 
 _EPILOG = f"""\
@@ -58,7 +58,8 @@ def run(argv: Sequence[str]) -> int:
         if given.fleet:
             cost, plain = read_cost(given.cost or DEFAULT_COST)
             base = setup(plain, cost).with_settings(parse_settings(given.set))
-            return print_fleet_plan(given, asked_trace(given), base, parse_slo(given.slo), console)
+            ranks = of_ranks(base, given, pools=True) if given.ranks else None
+            return print_fleet_plan(given, asked_trace(given), base, ranks, parse_slo(given.slo), console)
         return _search(given, argv, console)
     except (ConfigError, ModelLoadError, TraceError) as error:
         return complain("plan", str(error), BAD_USAGE)
@@ -93,6 +94,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_setup_flags(parser)
     load.add_argument("--fleet", action="store_true", help="the fewest replicas for the objectives instead")
+    load.add_argument(
+        "--roles", action="store_true", help="also whether --role prefill and decode pay on this trace; for --fleet"
+    )
     load.add_argument("--replica-cost", type=above_0(), default=1.0, metavar="X", help="of a replica and hour [1]")
     add_fleet_flags(parser)
     out = parser.add_argument_group("Output")
@@ -104,10 +108,12 @@ def build_parser() -> argparse.ArgumentParser:
 def _search(given: argparse.Namespace, argv: Sequence[str], console: Console) -> int:
     gc.set_threshold(100_000)
     refuse_fleet_flags(given, "--fleet")
+    if given.roles:
+        raise ConfigError("--roles needs --fleet")
     slo, rows = parse_slo(given.slo), asked_trace(given)
     cost, plain = read_cost(given.cost or DEFAULT_COST)
     fit_error = FitError.from_plain(plain["fit_error"]) if "fit_error" in plain else None
-    base = setup(plain, cost).with_settings(parse_settings(given.set))
+    base = of_ranks(setup(plain, cost).with_settings(parse_settings(given.set)), given)
     if given.candidates < 1:
         raise ConfigError("--candidates must be at least 1")
     grid = default_grid(base)

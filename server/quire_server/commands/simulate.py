@@ -17,8 +17,9 @@ from typing import NoReturn, TypeVar
 
 from rich.console import Console
 
-from quire_engine.cost_model import read_cost
+from quire_engine.cost_model import read_cost, seconds
 from quire_engine.errors import ConfigError
+from quire_engine.ranks import num_exchanges
 from quire_engine.simulation.lengths import exercise_setup, rows_of
 from quire_engine.simulation.outcome import Outcome
 from quire_engine.simulation.plotting import svg, terminal
@@ -103,13 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_setup_flags(parser)
     add_fleet_flags(parser)
-    parser.add_argument("--replicas", type=whole_number, metavar="N", help="a fleet instead of one server; see --route")
-    parser.add_argument(
-        "--level",
-        choices=("auto", "step", "coarse", "both"),
-        default="auto",
-        help="the scheduler in each replica, or a queue and an LRU fitted to it; auto: step up to 16 replicas",
-    )
+    _add_size(parser)
     out = parser.add_argument_group("Output")
     out.add_argument("--slo", type=str, metavar="LIST", help="objectives, such as ttft_p95=2s,itl_p99=150ms")
     out.add_argument("--compare", choices=("static",), help="also the same load in static batches")
@@ -119,6 +114,26 @@ def build_parser() -> argparse.ArgumentParser:
     out.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers here")
     out.add_argument("--against", type=Path, metavar="FILE", help="compare with an earlier --json")
     return parser
+
+
+def _add_size(parser: argparse.ArgumentParser) -> None:
+    """The flags of ranks and replicas."""
+    parser.add_argument(
+        "--ranks", type=whole_number, metavar="N", help="the server as N processes with the processors of one each"
+    )
+    parser.add_argument("--replicas", type=whole_number, metavar="N", help="a fleet instead of one server; see --route")
+    parser.add_argument(
+        "--prompt-replicas",
+        type=whole_number,
+        metavar="N",
+        help="of the replicas: as nodes with --role prefill they compute prompts for the others; step level",
+    )
+    parser.add_argument(
+        "--level",
+        choices=("auto", "step", "coarse", "both"),
+        default="auto",
+        help="the scheduler in each replica, or a queue and an LRU fitted to it; auto: step up to 16 replicas",
+    )
 
 
 def add_setup_flags(parser: argparse.ArgumentParser) -> None:
@@ -132,12 +147,21 @@ def add_setup_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a limit of the scheduler, the pool or the queue, such as max_num_seqs=32 or num_blocks=4096; repeatable",
     )
+    what.add_argument("--layers", type=whole_number, default=32, metavar="L", help="of the model, for --ranks [32]")
+    what.add_argument(
+        "--gather", type=_time, default=2e-6, metavar="TIME", help="of one exchange between ranks, for --ranks [2us]"
+    )
 
 
 def asked_setup(given: argparse.Namespace) -> Setup:
     """The server that the flags describe. Raises ConfigError."""
     cost, plain = read_cost(given.cost or DEFAULT_COST)
-    return setup(plain, cost).with_settings(parse_settings(given.set))
+    return of_ranks(setup(plain, cost).with_settings(parse_settings(given.set)), given)
+
+
+def of_ranks(one: Setup, given: argparse.Namespace, *, pools: bool = False) -> Setup:
+    """The server as so many ranks as the flags say. `pools`: each brings the memory of a whole server."""
+    return one.of_ranks(given.ranks or 1, num_exchanges(given.layers), given.gather, pools=pools)
 
 
 def asked_trace(given: argparse.Namespace) -> tuple[TraceRow, ...]:
@@ -163,13 +187,15 @@ def _simulate(given: argparse.Namespace, console: Console) -> int:
         asked = exercise_setup(rows)
         if given.cost:
             asked = setup({}, read_cost(given.cost)[0]).with_settings(asked.settings().items())
-        asked = asked.with_settings(parse_settings(given.set))
+        asked = of_ranks(asked.with_settings(parse_settings(given.set)), given)
     else:
         rows, asked = asked_trace(given), asked_setup(given)
     if given.replicas is not None:
         _check_fleet(given)
         return simulate_fleet(given, rows, asked, slo, console)
     refuse_fleet_flags(given, "--replicas")
+    if given.prompt_replicas is not None:
+        raise ConfigError("--prompt-replicas needs --replicas")
     if given.max_tokens is not None:
         rows = tuple(replace(row, max_tokens=given.max_tokens) for row in rows)
     earlier = _earlier(given.against)
@@ -245,6 +271,13 @@ def _print_comparison(earlier: dict[str, object], found: Report, console: Consol
     for one in compare(earlier, found.as_plain()):
         change = "" if one.ratio is None else f"  x{one.ratio:.3g}"
         console.print(f"  {one.name:<22}{one.before:>14.6g} -> {one.after:.6g}{change}", highlight=False)
+
+
+def _time(text: str) -> float:
+    try:
+        return seconds(text, "the time")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _moved(text: str) -> NoReturn:

@@ -11,16 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol, cast
 
 from quire_engine.config import EnginePlan
+from quire_engine.roles import is_worth_passing_on
 from quire_engine.routing.views import Route
-from quire_engine.types import GenerationRequest, KVSource, SamplingParams, StopParams
+from quire_engine.types import EngineStats, GenerationRequest, KVSource, SamplingParams, StopParams
 from quire_server.engine.recovery import JournalEntry
 from quire_server.engine.replica_routing import Router
 
 SourceKind = Literal["prefill", "cached"]
 FEWEST_BLOCKS = 8  # that another replica has more than the one that was chosen
-_CHUNKS = 6  # of a prompt at least: its blocks come a chunk at a time, and what is late is computed
-_SLOWER = 1.2  # factor on the predicted time of the first token, up to which another replica computes the prompt
-_LITTLE = 0.05  # seconds that it may be later whatever the factor
 _PREFIX = "prefill-"  # of these requests' names; none of a stream begins so
 
 
@@ -45,6 +43,7 @@ class Lender(Protocol):
 class _Prefill:
     """A prompt that one replica computes for another."""
 
+    taker: str  # the other's name
     lender: Lender
     name: str  # of the request
     tokens: int  # that it is expected to compute
@@ -58,6 +57,7 @@ class PromptSources:
         self._router = router
         self._prefills: dict[str, _Prefill] = {}
         self._by_name: dict[str, str] = {}  # the request by the name of its prefill
+        self._late: dict[str, frozenset[str]] = {}  # by a taker's name: where it fetches nothing for now
 
     def choose(
         self, entry: JournalEntry, route: Route, blocks: tuple[int, ...], taker: Lender, others: Iterable[Lender]
@@ -69,12 +69,13 @@ class PromptSources:
         request, plan = entry.request, taker.plan
         if plan is None or not plan.kv_address or not _reads_blocks(request):
             return None
-        able = [each for each in others if each.is_ready and _lends(each.plan, plan)]
+        late = self._late.get(taker.name, frozenset())
+        able = [each for each in others if each.is_ready and _lends(each.plan, plan, late)]
         size = plan.scheduler.limits.block_size
         if plan.role != "prefill" and not entry.has_tokens:
             lender = self._computing(entry, route, blocks, [each for each in able if _plan(each).role == "prefill"])
             if lender is not None:
-                self._begin(request, lender, blocks)
+                self._begin(request, taker, lender, blocks)
                 return self._source("prefill", lender, route)
         depths = self._router.depths(blocks)
         holder = max(able, key=lambda each: depths.get(each.name, 0), default=None)
@@ -96,15 +97,26 @@ class PromptSources:
             self._forget(request_id)
             prefill.lender.abort(prefill.name)
 
+    def told(self, taker: str, stats: EngineStats) -> None:
+        """A replica fetches nothing from its late peers for now: what is computed there for it, it computes itself."""
+        late = stats.late_peers
+        if not stats.blocks_total or late == self._late.get(taker, frozenset()):
+            return
+        self._late[taker] = late
+        for owner, each in list(self._prefills.items()):
+            if each.taker == taker and _plan(each.lender).kv_address in late:
+                self.withdraw(owner)
+
     def lost(self, lender: Lender) -> None:
         """A replica has no engine any more: what it computed for others, they compute themselves."""
+        self._late.pop(lender.name, None)
         for owner in [owner for owner, each in self._prefills.items() if each.lender is lender]:
             self._forget(owner)
 
     def _computing(
         self, entry: JournalEntry, route: Route, blocks: tuple[int, ...], able: list[Lender]
     ) -> Lender | None:
-        """The replica that computes the prompt, if it is long enough and not later there than by `_SLOWER`."""
+        """The replica that computes the prompt, if that is worth it."""
         if not able:
             return None
         depths, prompt = self._router.depths(blocks), len(entry.request.prompt_token_ids)
@@ -112,11 +124,10 @@ class PromptSources:
         best = min(able, key=lambda each: (predicted[each.name], each.tokens_ahead, each.name))
         limits = _plan(best).scheduler.limits
         missing = prompt - route.hit_blocks * limits.block_size
-        if missing < _CHUNKS * limits.prefill_chunk:
-            return None
-        return best if predicted[best.name] <= _SLOWER * route.predicted_ttft + _LITTLE else None
+        seconds = {"here": route.predicted_ttft, "there": predicted[best.name]}
+        return best if is_worth_passing_on(missing=missing, chunk=limits.prefill_chunk, **seconds) else None
 
-    def _begin(self, request: GenerationRequest, lender: Lender, blocks: tuple[int, ...]) -> None:
+    def _begin(self, request: GenerationRequest, taker: Lender, lender: Lender, blocks: tuple[int, ...]) -> None:
         asked = replace(
             request,
             request_id=f"{_PREFIX}{request.request_id}",
@@ -129,7 +140,7 @@ class PromptSources:
             max_running=0,  # the quota is kept where the answer is computed
             kv_source=None,
         )
-        made = _Prefill(lender, asked.request_id, len(request.prompt_token_ids))
+        made = _Prefill(taker.name, lender, asked.request_id, len(request.prompt_token_ids))
         lender.tokens_ahead += made.tokens
         self._prefills[request.request_id], self._by_name[asked.request_id] = made, request.request_id
         self._router.prompt_sent(lender.name, asked.request_id, blocks)
@@ -152,8 +163,9 @@ def _plan(lender: Lender) -> EnginePlan:
     return cast(EnginePlan, lender.plan)  # of one that is ready
 
 
-def _lends(plan: EnginePlan | None, to: EnginePlan) -> bool:
-    return plan is not None and bool(plan.kv_address) and plan.numerics == to.numerics
+def _lends(plan: EnginePlan | None, to: EnginePlan, late: frozenset[str]) -> bool:
+    """Whether blocks can be had there. `late`: where none are fetched for now."""
+    return plan is not None and plan.kv_address not in {"", *late} and plan.numerics == to.numerics
 
 
 def _reads_blocks(request: GenerationRequest) -> bool:

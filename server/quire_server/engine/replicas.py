@@ -440,6 +440,7 @@ class ReplicaSet:
             if stream is not None and not source.engine.has(stream.run_id):
                 self._forget(stream)
         self._router.observe(source.name, step)
+        self.sources.told(source.name, step.stats)
         stats = self._sums.take(source.name, step.stats) if step.stats.blocks_total else EngineStats()
         self.on_step(StepOutput(step_id=step.step_id, outputs=outputs, stats=stats))
 

@@ -205,6 +205,8 @@ class Settings(ServerFields, EngineFields, BaseSettings):
         return KVTransferConfig(
             listen=self.kv_listen,
             reached_at=self.kv_address or "",
+            transport=self.kv_transport,
+            trusts_network=self.kv_trust_network,
             **{name: str(file) for name, file in files.items() if file is not None},
         )
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from quire_engine.config import Role
+from quire_engine.config import KVTransport, Role
 from quire_engine.routing.policy import RoutePolicyName
 from quire_server.settings.faults import FaultList
 from quire_server.settings.values import (
@@ -156,6 +156,14 @@ class ServerFields(BaseModel):
     )
     kv_address: str | None = option(
         None, "Nodes", "HOST:PORT at which other nodes reach --kv-listen; default: the same"
+    )
+    kv_transport: KVTransport = option(
+        "tcp", "Nodes", "of `quire engine`: how KV blocks travel; nixl needs quire[nixl]"
+    )
+    kv_trust_network: bool = option(
+        False,
+        "Nodes",
+        "of `quire engine`: nobody else is on the nodes' network; nixl needs that",
     )
     role: Role = option(
         "both",

@@ -22,10 +22,12 @@ from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.matrix_parts import Part
 from quire_engine.execution.models.options import Options
 from quire_engine.execution.models.rope import rope_table
+from quire_engine.execution.models.served import Wanted
 from quire_engine.execution.models.weights import CheckpointSource
 from quire_engine.execution.progress import Tell
-from quire_kernels.kernel_set import AttentionShape, KernelSet, LinearWeight, Norm
+from quire_kernels.kernel_set import AttentionShape, KernelSet, KVFormat, LinearWeight, Norm
 from quire_kernels.reference.linear import rms_norm
+from quire_kernels.select import select
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _LAYER = "midlayer."
@@ -141,6 +143,20 @@ def _checked_ids(checkpoint: Checkpoint, config: EagleConfig) -> Tensor:
     checkpoint.drop(lambda name: name in {_IDS, _IS_DRAFTED})
     checkpoint.require(config.shapes)
     return ids
+
+
+def undivided(kernels: KernelSet, layer: ModelConfig, model: Wanted) -> KernelSet:
+    """Kernels for the head of a model whose own ones divide their products among ranks: the same ones, alone."""
+    asked = model.asked
+    return select(
+        model.device,
+        model.dtype,
+        "cpu",
+        kv=KVFormat(head_dim=layer.head_dim, block_size=asked.limits.block_size, kv_type=asked.kv_cache_dtype),
+        quantization=asked.quantization,
+        threads=model.threads,
+        cpu_variant=kernels.variant,
+    )
 
 
 class EagleHead:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from quire_engine.config import EngineConfig, eagle_head
+from quire_engine.config import EngineConfig
 from quire_engine.errors import ConfigError
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.served import ModelFacts
@@ -30,10 +30,6 @@ def check_ranks(
         (bool(implementation), "the model is computed by transformers' code, which is not divided among ranks"),
         (kernels.join is None, f"the {kernels.name} kernels are not divided among ranks; set kernels to cpu"),
         (asked.replicas > 1, "engines of one machine are replicas or have ranks; set replicas to 1"),
-        (bool(asked.swap_space), "ranks have no swap space; leave swap_space out"),
-        (bool(asked.kv_offload_dir), "ranks keep no prefixes in files; leave kv_offload_dir out"),
-        (asked.kv_transfer is not None, "ranks pass no KV blocks on to other nodes; leave kv_listen out"),
-        (bool(eagle_head(asked.speculation)), "ranks compute no EAGLE-3 head; set speculation to suffix or outputs"),
         (
             size not in possible,
             f"{model.num_heads} heads, and {' or '.join(map(str, counts))} of keys, are not divided among so many"

@@ -64,10 +64,16 @@ class Leader:
         collective: Collective,
         adapted: AdaptedOps | None = None,
         *,
+        shares_pools: bool = False,
         check_every: int = CHECK_STEPS,
     ) -> None:
-        """`adapted`: of the kernels, for steps whose rows have adapters."""
+        """`adapted`: of the kernels, for steps whose rows have adapters.
+
+        `shares_pools`: this process reads and writes all ranks' pools between steps, so that each step and each copy
+        ends with all ranks at rest.
+        """
         self._decoder, self._collective, self._adapted = decoder, collective, adapted
+        self._shares_pools = shares_pools
         self._agreement = Agreement(collective, check_every)
         self._numbers: WeakKeyDictionary[AdapterSites, int] = WeakKeyDictionary()  # of adapters that all ranks have
         self._next_number = 0
@@ -86,6 +92,7 @@ class Leader:
         with self._with_others(told_step(step, numbers)):
             hidden = self._decoder.forward(step, kv)
             self._agreement.computed(hidden)
+            self._rest()
         return hidden
 
     def normed(self, hidden: Tensor) -> Tensor:
@@ -106,6 +113,7 @@ class Leader:
     def copy_blocks(self, pairs: Pairs) -> None:
         """Tell the others of a copy that this rank is about to make in its pool."""
         self._tell(Message(Kind.COPY, (torch.tensor(pairs),)))
+        self._rest()
 
     def end(self) -> None:
         """The others are needed no more."""
@@ -125,6 +133,10 @@ class Leader:
             self._numbers[adapter] = number
             finalize(adapter, self._dropped.append, number)
         return number
+
+    def _rest(self) -> None:
+        if self._shares_pools:
+            rest(self._collective)
 
     def _tell(self, message: Message) -> None:
         data = message.encode()
@@ -151,9 +163,13 @@ def follow(
     collective: Collective,
     adapted: AdaptedOps | None = None,
     *,
+    shares_pools: bool = False,
     check_every: int = CHECK_STEPS,
 ) -> None:
-    """Compute what rank 0 tells until it ends. Raises RankLost, and what the model raises."""
+    """Compute what rank 0 tells until it ends. `shares_pools`: as rank 0 has it.
+
+    Raises RankLost, and what the model raises.
+    """
     agreement, adapters = Agreement(collective, check_every), dict[int, AdapterSites]()
     while True:
         data = collective.broadcast(None)
@@ -177,6 +193,13 @@ def follow(
             case Kind.FORGET:
                 for number in message.tensors[0].tolist():
                     del adapters[number]
+        if shares_pools and message.kind in {Kind.STEP, Kind.COPY}:
+            rest(collective)
+
+
+def rest(collective: Collective) -> None:
+    """Wait until all ranks are here: what they have written until then is in memory. Raises RankLost."""
+    collective.gather(torch.zeros(1, collective.size, dtype=torch.uint8), range(collective.size + 1))
 
 
 def _both(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:

@@ -16,11 +16,13 @@ from dataclasses import asdict, replace
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from quire_engine.config import CpuVariant, DType, EngineConfig
 from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.served import ServedModel
 from quire_engine.execution.parallel.model import Leader
+from quire_engine.execution.pool_rows import mapped
 from quire_engine.machine import CoreShare
 from quire_engine.own_modules import module_command
 from quire_engine.ranks import Rank
@@ -36,11 +38,19 @@ class RankProcesses:
     """Ranks 1, 2, ... of a model, launched when the object is made; they load when `begin` tells them to."""
 
     def __init__(
-        self, config: EngineConfig, kernels: KernelSet, dtype: torch.dtype, shares: Sequence[CoreShare], memory_fd: int
+        self,
+        config: EngineConfig,
+        kernels: KernelSet,
+        dtype: torch.dtype,
+        shares: Sequence[CoreShare],
+        memory_fd: int,
+        *,
+        shares_pools: bool,
     ) -> None:
         """Joins `kernels` with the others' products. `config`: of all ranks. `shares`: the cores of each, or none.
 
-        `memory_fd`: of the packed weights, which all ranks map. Raises OSError.
+        `memory_fd`: of the packed weights, which all ranks map. `shares_pools`: this process maps their pools, since
+        blocks go elsewhere and come from there. Raises OSError.
         """
         size = config.tensor_parallel_size
         exchange = new_exchange(load_chosen(kernels.variant).library, size)
@@ -52,10 +62,17 @@ class RankProcesses:
             cpu_variant=cast(CpuVariant, kernels.variant),  # what another process finds fastest may be another one
             packed_cache=False,
             speculation="off",
+            kv_offload_dir="",
+            kv_transfer=None,
             faults=(),
             alive_seconds=0.0,
         )
-        self._children = [_launch(rank, exchange, memory_fd) for rank in range(1, size)]
+        self._pool_fds = [os.memfd_create("quire-kv", os.MFD_CLOEXEC) for _ in range(1, size)] if shares_pools else []
+        self._pools: list[Tensor] = []
+        self._children = [
+            _launch(rank, exchange, memory_fd, self._pool_fds[rank - 1] if shares_pools else -1)
+            for rank in range(1, size)
+        ]
         os.close(exchange)
         for rank, child in enumerate(self._children, start=1):
             if shares:
@@ -74,18 +91,28 @@ class RankProcesses:
         """Whether a rank was ended by a SIGKILL: an operator's or the OOM killer's."""
         return any(child.poll() == -signal.SIGKILL for child in self._children)
 
-    def begin(self, decoder: ServedModel, *, num_blocks: int, positions: int) -> Leader:
+    @property
+    def pools(self) -> tuple[Tensor, ...]:
+        """Of ranks 1, 2, ..., [blocks, bytes] uint8, where they are shared: to be used while no step is computed."""
+        return tuple(self._pools)
+
+    def begin(self, decoder: ServedModel, *, num_blocks: int, block_bytes: int, positions: int) -> Leader:
         """The model as all ranks compute it, once they have mapped the weights and have their pools.
 
-        `positions`: for which the model was loaded. Raises ModelLoadError where one of them cannot.
+        `block_bytes`: of one rank's part of a block. `positions`: for which the model was loaded. Raises
+        ModelLoadError where one of them cannot, OSError.
         """
+        for fd in self._pool_fds:
+            os.ftruncate(fd, num_blocks * block_bytes)
+            self._pools.append(mapped(fd, (num_blocks, block_bytes)))
+            os.close(fd)
         for child in self._children:
             _tell(child, {"num_blocks": num_blocks, "positions": positions})
         for rank, child in enumerate(self._children, start=1):
             assert child.stdout is not None
             if child.stdout.readline().strip() != b"ready":
                 raise ModelLoadError(f"rank {rank} of {1 + len(self._children)} has ended at its start; see above")
-        self._leader = Leader(decoder, self._collective, self._adapted)
+        self._leader = Leader(decoder, self._collective, self._adapted, shares_pools=bool(self._pools))
         return self._leader
 
     def close(self) -> None:
@@ -110,9 +137,9 @@ def exchange_of(kernels: KernelSet, fd: int, rank: Rank) -> Collective:
     return collective
 
 
-def _launch(rank: int, exchange: int, memory_fd: int) -> subprocess.Popen[bytes]:
-    handed_on = (exchange, memory_fd)
-    command = module_command("quire_engine.process.rank", *map(str, (rank, *handed_on, os.getpid())))
+def _launch(rank: int, exchange: int, memory_fd: int, pool_fd: int) -> subprocess.Popen[bytes]:
+    command = module_command("quire_engine.process.rank", *map(str, (rank, exchange, memory_fd, pool_fd, os.getpid())))
+    handed_on = [fd for fd in (exchange, memory_fd, pool_fd) if fd >= 0]
     return subprocess.Popen(command, pass_fds=handed_on, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
 
 

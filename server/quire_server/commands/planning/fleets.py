@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +17,7 @@ from typing import get_args
 from rich.console import Console
 from rich.table import Table
 
+from quire_engine.cost_model import seconds
 from quire_engine.errors import ConfigError
 from quire_engine.routing.policy import RoutePolicyName, route_policy
 from quire_engine.simulation.coarse import Fit, Fitted, fitted, simulate_coarsely
@@ -35,6 +37,7 @@ from quire_engine.simulation.fleet_report import (
     plan_fleet,
     ttft_svg,
 )
+from quire_engine.simulation.roles_plan import RolesPlan, Way, plan_roles
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.slo import Slo
 from quire_engine.simulation.traces import TraceRow
@@ -58,6 +61,12 @@ def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--slow-replica", type=above_0(), default=1.0, metavar="X", help="one takes X times as long [1]")
     what.add_argument("--stale-index", type=float, default=0.0, metavar="S", help="by which the prefix index lags [0]")
     what.add_argument("--wrong-cost", type=above_0(), default=1.0, metavar="X", help="factor on the router's model [1]")
+    what.add_argument(
+        "--transfer",
+        default="0.1ms",
+        metavar="TIME",
+        help="of one token's KV blocks between nodes: its bytes, as --kv prints them, over the wire's rate [0.1ms]",
+    )
     what.add_argument("--fit-requests", type=whole_number, default=2000, metavar="N", help="of the coarse level [2000]")
 
 
@@ -69,6 +78,7 @@ _DEFAULTS = {
     "slow_replica": 1.0,
     "stale_index": 0.0,
     "wrong_cost": 1.0,
+    "transfer": "0.1ms",
     "fit_requests": 2000,
 }
 
@@ -97,6 +107,8 @@ def asked_fleet(given: argparse.Namespace, setup: Setup, replicas: int, slo: Slo
         stale=given.stale_index,
         wrong_cost=given.wrong_cost,
         ttft_target=next((one.seconds for one in slo.objectives if one.name == "ttft_p95"), 0.0),
+        for_prompts=getattr(given, "prompt_replicas", None) or 0,
+        token_seconds=seconds(given.transfer, "--transfer"),
     )
     fleet.check()
     return fleet, routes
@@ -194,6 +206,8 @@ def _print(title: str, reports: Sequence[FleetReport], console: Console) -> None
         rest = f"busy {one.busy:.0%}, E2E p95 {duration(one.report.e2e.p95)}, {one.moved:,} moved, {refused:,} refused"
         console.print(f"  {one.route:<16}{rest}", highlight=False)
         console.print(f"  {'':<16}{_wants(one)}", highlight=False)
+        if one.passed_on:
+            console.print(f"  {'':<16}{one.passed_on:,} prompts passed on, {one.late:,} of them late", highlight=False)
         for name, measured in one.report.misses.items():
             console.print(f"MISSED by {one.route}: {name} is {duration(measured)}", highlight=False)
 
@@ -217,27 +231,100 @@ def _print_agreement(step: Sequence[FleetReport], coarse: Sequence[FleetReport],
     console.print(f"coarse against step: {text}", highlight=False)
 
 
-def print_fleet_plan(
-    given: argparse.Namespace, rows: Sequence[TraceRow], setup: Setup, slo: Slo, console: Console
+def print_fleet_plan(  # noqa: PLR0917 - what is planned, and where it is printed
+    given: argparse.Namespace,
+    rows: Sequence[TraceRow],
+    setup: Setup,
+    ranks: Setup | None,
+    slo: Slo,
+    console: Console,
 ) -> int:
-    """The fewest replicas for each policy; 1 where no number keeps the objectives."""
+    """The fewest replicas for each policy; 1 where no number keeps the objectives.
+
+    `ranks`: the server as several ranks, which is planned beside it.
+    """
     fleet, routes = asked_fleet(given, setup, len(given.lose_replica) + 1, slo)
     rows = copies(rows, given.copies)
     level = _fit(given, fleet, rows, console)
     plans = plan_fleet(fleet, rows, slo, routes, fit=level.fit)
-    table = Table(title=f"Replicas for {slo}, coarse level", title_justify="left")
+    told: dict[str, object] = {"plans": [asdict(plan) for plan in plans], "fit": asdict(level)}
+    _print_plans(f"Replicas for {slo}, coarse level", plans, given.replica_cost, console)
+    if ranks is not None:
+        divided = replace(fleet, replica=ranks)
+        beside = plan_fleet(divided, rows, slo, routes, fit=_fit(given, divided, rows, console).fit)
+        told["ranks"] = [asdict(plan) for plan in beside]
+        count = given.ranks
+        _print_plans(f"The same of {count} ranks each", beside, given.replica_cost * count, console)
+        _print_processors(plans[0], beside[0], count, console)
+    if given.roles and plans[0].replicas:
+        found = plan_roles(replace(fleet, route=plans[0].route, replicas=plans[0].replicas), rows, slo)
+        told["roles"] = {"pays": found.pays, **asdict(found)}
+        _print_roles(found, slo, console)
+    if given.json is not None:
+        _write(given.json, told)
+    return DONE if plans[0].replicas else FAILED
+
+
+def _print_plans(title: str, plans: Sequence[FleetPlan], cost: float, console: Console) -> None:
+    table = Table(title=title, title_justify="left")
     table.add_column("policy")
     for column in ("replicas", "over halves", "cached", "TTFT p95", "busy", "cost / 1,000 requests", "one less misses"):
         table.add_column(column, justify="right")
     for plan in plans:
-        table.add_row(plan.route, *_plan_cells(plan, given.replica_cost))
+        table.add_row(plan.route, *_plan_cells(plan, cost))
     console.print(table)
     for plan in plans:
         if plan.at is not None:
             console.print(f"  {plan.route:<16}{_wants(plan.at)}", highlight=False)
-    if given.json is not None:
-        _write(given.json, {"plans": [asdict(plan) for plan in plans], "fit": asdict(level)})
-    return DONE if plans[0].replicas else FAILED
+
+
+def _print_processors(alone: FleetPlan, divided: FleetPlan, ranks: int, console: Console) -> None:
+    """Replicas beside servers of ranks, by the processors that both take."""
+
+    def told(plan: FleetPlan, each: int) -> str:
+        if not plan.replicas:
+            return "keep the objectives with no number of processors"
+        return f"keep the objectives with {plan.replicas * each} processors"
+
+    console.print(
+        f"replicas {told(alone, 1)}; servers of {ranks} ranks {told(divided, ranks)}, each with the memory of {ranks}",
+        highlight=False,
+    )
+
+
+def _print_roles(plan: RolesPlan, slo: Slo, console: Console) -> None:
+    """All ways with their times, and whether roles pay."""
+    table = Table(title="Roles, step level", title_justify="left")
+    table.add_column("nodes")
+    names = [(one.quantity, one.statistic) for one in slo.objectives]
+    for column in (*(one.name for one in slo.objectives), "of the objectives", "prompts passed on", "late"):
+        table.add_column(column, justify="right")
+    for way in plan.ways:
+        values = [way.at.report.value(*name) for name in names]
+        table.add_row(
+            _way_text(way),
+            *("-" if value is None else duration(value) for value in values),
+            f"{way.strain:.0%}" if way.strain < math.inf else "refuses",
+            f"{way.at.passed_on:,}",
+            f"{way.at.late:,}",
+        )
+    console.print(table)
+    roles = plan.roles
+    if plan.pays:
+        text = (
+            f"roles pay on this load: {_way_text(roles)} ({roles.strain:.0%} of the objectives) against"
+            f" {_way_text(plan.without)} ({plan.without.strain:.0%}): start {roles.for_prompts} with --role prefill and"
+            f" {roles.replicas - roles.for_prompts} with --role decode"
+        )
+    else:
+        text = f"roles do not pay on this load: {_way_text(plan.without)} are as good or better; leave --role out"
+    console.print(text, highlight=False)
+
+
+def _way_text(way: Way) -> str:
+    if way.for_prompts:
+        return f"{way.replicas}, {way.for_prompts} of them for prompts"
+    return f"{way.replicas} alike, itl_target {duration(way.itl_target)}" if way.itl_target else f"{way.replicas} alike"
 
 
 def _wants(one: FleetReport) -> str:

@@ -38,7 +38,12 @@ def add_kv_flags(parser: argparse.ArgumentParser, default_model: str) -> None:
         "--max-len", type=whole_number, metavar="N", help="what would be reserved for it [4096, or the model's]"
     )
     group.add_argument("--memory", type=_bytes, metavar="SIZE", help="a pool, such as 60GB or 60GiB: its blocks")
-    group.add_argument("--ranks", type=whole_number, metavar="N", help="what each of so many ranks holds")
+    group.add_argument(
+        "--ranks",
+        type=whole_number,
+        metavar="N",
+        help="what each of so many ranks holds; for a load: servers of so many",
+    )
     group.add_argument("--stages", type=whole_number, metavar="N", help="the same of stages of a pipeline of layers")
     group.add_argument("--prefix", type=whole_number, metavar="N", help="tokens that sessions have in common")
     group.add_argument("--sessions", type=whole_number, default=16, metavar="N", help="how many have them [16]")

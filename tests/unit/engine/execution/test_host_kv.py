@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quire_engine.batch import Batch
-from quire_engine.execution.kv_storage import HostKV, block_rows
+from quire_engine.execution.kv_storage import HostKV
+from quire_engine.execution.pool_rows import PoolRows, block_rows
 from quire_kernels.kernel_set import KVFormat
 from quire_kernels.select import select
 
@@ -27,7 +28,7 @@ def pools() -> list[torch.Tensor]:
 @pytest.mark.parametrize("pool", pools(), ids=lambda pool: str(pool.dtype))
 def test_what_went_out_comes_in_elsewhere(pool: torch.Tensor) -> None:
     before = block_rows(pool).clone()
-    host = HostKV(pool, 4)
+    host = HostKV(PoolRows(pool), 4)
     host.swap([(1, 3), (7, 0)], [])
     block_rows(pool)[[1, 7]] = 0
     host.swap([], [(0, 2), (3, 5), (3, 7)])
@@ -39,7 +40,7 @@ def test_what_went_out_comes_in_elsewhere(pool: torch.Tensor) -> None:
 def test_what_goes_out_in_a_step_is_read_before_what_comes_in_is_written() -> None:
     pool = pools()[0]
     before = block_rows(pool).clone()
-    host = HostKV(pool, 2)
+    host = HostKV(PoolRows(pool), 2)
     host.swap([(0, 0)], [])
     host.swap([(1, 1)], [(0, 1), (1, 2)])  # block 1 leaves, the first comes in its place, and it comes back as 2
     assert torch.equal(block_rows(pool)[:3], before[[0, 0, 1]])
@@ -49,7 +50,7 @@ def test_the_cost_of_a_block_is_the_copies_alone() -> None:
     """Of 9 blocks 4 can be copied, out and in: eight copies in four seconds; what came before is not counted."""
     times = iter([100.0, 104.0])
     pool = torch.zeros(9, 1, 2, 1, 16, 16)
-    assert HostKV(pool, 4, clock=lambda: next(times)).seconds_per_block() == 0.5
+    assert HostKV(PoolRows(pool), 4, clock=lambda: next(times)).seconds_per_block() == 0.5
     assert not pool.any()
 
 
@@ -62,7 +63,7 @@ def test_a_batch_of_no_items_swaps_for_others() -> None:
 
     model = Model(shared_checkpoint(), num_blocks=4)
     runner = Runner(model.decoder, model.kv.tensor, 16, CPU)
-    executor = Executor(runner, model.kv, host=HostKV(model.kv.tensor, 1))
+    executor = Executor(runner, model.kv, host=HostKV(PoolRows(model.kv.tensor), 1))
     model.kv.tensor[2].fill_(1.0)
     result = executor.execute(Batch(step_id=0, items=(), num_tokens=0, swap_out=((2, 0),), swap_in=((0, 3),)))
     assert not result.samples

@@ -16,6 +16,8 @@ import torch
 from quire_engine.block_store import Payload
 from quire_engine.execution import kv_fetching, kv_lending
 from quire_engine.execution.kv_transfer import KVTransfer
+from quire_engine.execution.nixl_link import NixlAgent
+from quire_engine.execution.pool_rows import PoolRows
 from quire_engine.link_security import LinkSecurity
 from support.kv_wire import KVWire
 from support.link_secrets import make_secrets
@@ -28,9 +30,16 @@ KEYED = LinkSecurity(key=b"k" * 32)
 class Pool(KVTransfer):
     """A pool with the transfer of its blocks."""
 
-    def __init__(self, security: LinkSecurity = KEYED, listening: str = "127.0.0.1:0", name: str = "model") -> None:
+    def __init__(
+        self,
+        security: LinkSecurity = KEYED,
+        listening: str = "127.0.0.1:0",
+        name: str = "model",
+        agent: NixlAgent | None = None,
+    ) -> None:
         self.tensor = torch.zeros((BLOCKS, SIZE), dtype=torch.uint8)
-        super().__init__(self.tensor, listening, security, layout=lambda digest: digest.encode())
+        rows = PoolRows(self.tensor)
+        super().__init__(rows, listening, security, layout=lambda digest: digest.encode(), agent=agent)
         if name:
             self.name_model(name)
 
@@ -56,9 +65,25 @@ class Pool(KVTransfer):
         return taken
 
 
+Agents = tuple[NixlAgent, NixlAgent] | tuple[None, None]
+
+
+@pytest.fixture(scope="module")
+def nixl() -> Agents:
+    pytest.importorskip("nixl", reason="quire[nixl] is not installed")
+    return NixlAgent(), NixlAgent()
+
+
+@pytest.fixture(params=["tcp", "nixl"])
+def agents(request: pytest.FixtureRequest) -> Agents:
+    """How blocks travel: those of the two pools."""
+    found: Agents = request.getfixturevalue("nixl") if request.param == "nixl" else (None, None)
+    return found
+
+
 @contextmanager
-def pools(**options: object) -> Iterator[tuple[Pool, Pool]]:
-    one, other = Pool(**options), Pool(**options)  # type: ignore[arg-type]
+def pools(agents: Agents = (None, None), **options: object) -> Iterator[tuple[Pool, Pool]]:
+    one, other = (Pool(agent=agent, **options) for agent in agents)  # type: ignore[arg-type]
     try:
         yield one, other
     finally:
@@ -77,8 +102,8 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_blocks_come_in_order_and_as_they_are_computed() -> None:
-    with pools() as (lender, fetcher):
+def test_blocks_come_in_order_and_as_they_are_computed(agents: Agents) -> None:
+    with pools(agents) as (lender, fetcher):
         lender.hold(0, 1, 2)
         fetcher.fetch("a", lender.address, KEYS[:6], is_computed=True)
         assert fetcher.arrivals(3) == whole(0, 1, 2)
@@ -89,11 +114,12 @@ def test_blocks_come_in_order_and_as_they_are_computed() -> None:
         until(lambda: lender.counts.leased == 0)
         assert (lender.counts.sent, fetcher.counts.received, fetcher.counts.missed) == (6, 6, 0)
         assert fetcher.counts.received_bytes == 6 * SIZE
-        assert fetcher.seconds_per_block > 0
+        assert fetcher.block_seconds(lender.address) > 0
+        assert fetcher.block_seconds("127.0.0.1:1") == 0
 
 
-def test_what_is_not_computed_and_not_there_is_a_miss_at_once() -> None:
-    with pools() as (lender, fetcher):
+def test_what_is_not_computed_and_not_there_is_a_miss_at_once(agents: Agents) -> None:
+    with pools(agents) as (lender, fetcher):
         lender.hold(0, 1)
         fetcher.fetch("a", lender.address, KEYS[:4], is_computed=False)
         assert fetcher.arrivals(4) == [*whole(0, 1), (2, None), (3, None)]
@@ -101,8 +127,8 @@ def test_what_is_not_computed_and_not_there_is_a_miss_at_once() -> None:
         until(lambda: lender.counts.leased == 0)
 
 
-def test_fetches_share_a_connection_and_none_waits_for_another() -> None:
-    with pools() as (lender, fetcher), KVWire(lender.address) as wire:
+def test_fetches_share_a_connection_and_none_waits_for_another(agents: Agents) -> None:
+    with pools(agents) as (lender, fetcher), KVWire(lender.address) as wire:
         fetcher.fetch("slow", wire.address, KEYS[:2], is_computed=True)
         until(lambda: lender.counts.leased == 2)
         lender.hold(*range(2, 12))
@@ -114,9 +140,11 @@ def test_fetches_share_a_connection_and_none_waits_for_another() -> None:
         assert (wire.num_connections, fetcher.counts.missed) == (1, 2)
 
 
-def test_what_somebody_waits_for_outlives_its_place_in_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_somebody_waits_for_outlives_its_place_in_the_pool(
+    monkeypatch: pytest.MonkeyPatch, agents: Agents
+) -> None:
     monkeypatch.setattr(kv_lending, "MOST_LEASED", 2 * SIZE)
-    with pools() as (lender, fetcher):
+    with pools(agents) as (lender, fetcher):
         lender.hold(1, 2, 3, 4)
         fetcher.fetch("a", lender.address, KEYS[:5], is_computed=True)  # the first one is not there yet
         until(lambda: lender.counts.leased == 5)
@@ -155,16 +183,16 @@ def test_signs_of_life_keep_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
         assert fetcher.arrivals(1) == whole(0)
 
 
-def test_an_engine_that_comes_back_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_comes_back_is_asked_again(monkeypatch: pytest.MonkeyPatch, agents: Agents) -> None:
     monkeypatch.setattr(kv_fetching, "RETRY_SECONDS", 0.0)
-    with pools() as (lender, fetcher):
+    with pools(agents) as (lender, fetcher):
         fetcher.fetch("a", lender.address, KEYS[:2], is_computed=True)
         until(lambda: lender.counts.leased == 2)
         lender.close()
         assert fetcher.arrivals(2) == [(0, None), (1, None)]
         fetcher.fetch("b", lender.address, KEYS[:1], is_computed=True)
         assert fetcher.arrivals(1) == [(0, None)]
-        again = Pool(listening=lender.address)
+        again = Pool(listening=lender.address, agent=agents[0])
         try:
             again.hold(0)
             fetcher.fetch("c", lender.address, KEYS[:1], is_computed=True)
@@ -180,6 +208,28 @@ def test_who_stops_in_the_middle_of_a_block_is_given_up(monkeypatch: pytest.Monk
         wire.stop_at = SIZE  # in the middle of the first block
         fetcher.fetch("a", wire.address, KEYS[:2], is_computed=False)
         assert fetcher.arrivals(2) == [(0, None), (1, None)]
+
+
+def test_nixl_carries_more_blocks_than_it_has_places_for_and_a_damaged_one_is_refused(nixl: Agents) -> None:
+    with pools(nixl) as (lender, fetcher):
+        lender.hold(*range(BLOCKS))
+        fetcher.fetch("a", lender.address, KEYS, is_computed=False)
+        assert fetcher.arrivals(BLOCKS) == whole(*range(BLOCKS))
+        (link,) = lender._lender._links
+        damaged = bytes(SIZE - 1) + b"x"
+        digest = link._digest
+        link._digest = lambda *where: digest(*where[:-1], damaged)  # type: ignore[method-assign]
+        fetcher.fetch("b", lender.address, KEYS[:3], is_computed=True)
+        assert fetcher.arrivals(3) == [(0, None), (1, None), (2, None)]
+        assert fetcher.counts.refused == 1
+    with pools() as (lender, _):
+        lender.hold(0)
+        other = Pool(agent=nixl[1])
+        try:
+            other.fetch("a", lender.address, KEYS[:1], is_computed=False)
+            assert other.arrivals(1) == [(0, None)], "one side has another transport"
+        finally:
+            other.close()
 
 
 @pytest.mark.parametrize("theirs", [LinkSecurity(key=b"x" * 32), LinkSecurity()], ids=["another key", "no key"])
@@ -234,9 +284,9 @@ def test_garbled_messages_end_their_connection_and_no_other() -> None:
         assert fetcher.arrivals(2) == whole(0, 1)
 
 
-def test_what_has_come_and_is_not_taken_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_come_and_is_not_taken_is_bounded(monkeypatch: pytest.MonkeyPatch, agents: Agents) -> None:
     monkeypatch.setattr(kv_fetching, "MOST_ARRIVED", 4 * SIZE)
-    with pools() as (lender, fetcher):
+    with pools(agents) as (lender, fetcher):
         lender.hold(*range(BLOCKS))
         fetcher.fetch("a", lender.address, KEYS, is_computed=False)
         until(lambda: fetcher.counts.received >= 4)
@@ -245,8 +295,8 @@ def test_what_has_come_and_is_not_taken_is_bounded(monkeypatch: pytest.MonkeyPat
         assert fetcher.arrivals(BLOCKS) == whole(*range(BLOCKS))
 
 
-def test_what_is_cancelled_does_not_come() -> None:
-    with pools() as (lender, fetcher):
+def test_what_is_cancelled_does_not_come(agents: Agents) -> None:
+    with pools(agents) as (lender, fetcher):
         lender.hold(0, 1)
         fetcher.fetch("a", lender.address, KEYS[:3], is_computed=True)
         until(lambda: fetcher.counts.received == 2)

@@ -13,6 +13,7 @@ import torch
 
 from quire_engine.errors import ConfigError
 from quire_engine.execution.block_files import BlockFiles
+from quire_engine.execution.pool_rows import PoolRows
 from quire_engine.execution.prefix_files import PrefixFiles, open_prefix_files
 
 BYTES = 40
@@ -25,7 +26,7 @@ class Kept:
 
     def __init__(self, directory: Path, layout: bytes, most: int, places: int) -> None:
         self.pool = torch.zeros(POOL)
-        self.files: PrefixFiles = open_prefix_files(directory, layout, self.pool, most, places=places)
+        self.files: PrefixFiles = open_prefix_files(directory, layout, PoolRows(self.pool), most, places=places)
 
     def keep(self, *numbers: int) -> None:
         """Blocks of the pool get the contents of these numbers, which follow each other in a prompt."""
@@ -105,7 +106,7 @@ def test_a_block_that_the_pool_takes_back_while_it_is_copied_is_not_written(run,
         assert lost.wait(5)
         return bytes(row.numel())
 
-    monkeypatch.setattr("quire_engine.execution.prefix_files.bytes_of", slow)
+    monkeypatch.setattr("quire_engine.execution.pool_rows.bytes_of", slow)
     first.keep(1)
     assert copying.wait(5)
     first.files.lose(KEYS[1])

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from quire_engine.engine import Engine
-from quire_engine.scheduling.kept_prefixes import LATE_SECONDS, LATE_SHARE, Wait
+from quire_engine.roles import LATE_SECONDS, LATE_SHARE
+from quire_engine.scheduling.kept_prefixes import SHORTEST, Wait
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.types import GenerationRequest, KVSource, StepOutput
 from support.fake_executor import FakeExecutor, expected_tokens, request
@@ -136,18 +137,74 @@ def test_an_abort_ends_the_fetch_and_others_compute(prefill: Side) -> None:
     assert decode.now < BEGAN + 1.0
 
 
-def test_nothing_is_fetched_where_computing_is_sooner_and_it_is_tried_again(prefill: Side) -> None:
+def test_nothing_is_fetched_where_computing_is_sooner_and_it_is_tried_again_after_a_while(prefill: Side) -> None:
     decode = Side(prefill)
     decode.scheduler.kept.learn(prompt_tokens=1000, num_decodes=0, seconds=1.0)  # 16 ms for a block
     decode.peers.seconds_per_block = 0.0165
-    first = fetching("d")
-    decode.engine.submit(first)
+    asked = [fetching(name, (ord(name), *LONG)) for name in "defgh"]
+    for each, after, is_fetched in zip(
+        asked, (0.0, 0.9, 0.2, 1.8, 0.3), (False, False, True, False, True), strict=True
+    ):
+        decode.now += after * SHORTEST
+        decode.engine.submit(each)
+        assert (each.request_id in decode.peers.fetches) == is_fetched, "else one slow block would be the last"
+        late: frozenset[str] = decode.scheduler.stats().late_peers
+        assert late == (frozenset() if is_fetched else {"there:1"})
+        if is_fetched:
+            decode.peers.miss(each.request_id)
+            decode.step()
+            assert decode.scheduler.stats().late_peers == {"there:1"}
+    decode.finish(*asked)
+
+
+def test_an_engine_that_was_late_is_left_alone_until_all_comes_again(prefill: Side) -> None:
+    decode = Side(prefill)
+    for name, expected in (("c", frozenset[str]()), ("d", {"there:1"})):  # the first time is forgiven
+        prompt = (ord(name), *LONG)
+        prefill.engine.submit(request(name, prompt, 1))
+        prefill.finish()
+        late = fetching(name, prompt, own_seconds=1.0)
+        decode.engine.submit(late)
+        decode.peers.come(name, BLOCKS // 3)
+        decode.finish(late)
+        assert decode.scheduler.stats().late_peers == expected
+    computed = fetching("e", (5, *LONG))
+    decode.engine.submit(computed)
     assert decode.peers.fetches == {}
-    second = fetching("e", (1, *LONG))
-    decode.engine.submit(second)
-    assert list(decode.peers.fetches) == ["e"], "after a refusal 5 % less is believed, or one slow block were the last"
-    decode.peers.miss("e")
-    decode.finish(first, second)
+    decode.finish(computed)
+    decode.now += SHORTEST
+    for name, salt in (("f", 6), ("g", 7)):
+        prefill.engine.submit(request(name, (salt, *LONG), 1))
+        prefill.finish()
+        comes = fetching(name, (salt, *LONG))
+        decode.engine.submit(comes)
+        decode.peers.come(name, BLOCKS)
+        decode.finish(comes)
+        assert decode.cached[name] == BLOCKS * SIZE
+        assert decode.scheduler.stats().late_peers == frozenset()
+
+
+def test_alone_the_bound_is_what_computing_is_known_to_take(prefill: Side) -> None:
+    decode = Side(prefill)
+    decode.scheduler.kept.learn(prompt_tokens=1000, num_decodes=0, seconds=1.0)
+    asked = fetching("d", own_seconds=100.0)  # as a front may predict that knows nothing yet
+    decode.engine.submit(asked)
+    decode.finish(asked)
+    expected = LATE_SHARE * BLOCKS * SIZE / 1000 + LATE_SECONDS
+    assert decode.scheduler.stats().total_transfer_wait_seconds == pytest.approx(expected, abs=2 * STEP)
+
+
+def test_a_request_that_would_have_to_wait_anyway_waits_so_much_longer(prefill: Side) -> None:
+    decode, other = Side(prefill), request("busy", tuple(range(900, 960)), 40)
+    decode.engine.submit(other)
+    decode.step(2)
+    for _ in range(40):
+        decode.scheduler.kept.learn(prompt_tokens=1000, num_decodes=0, seconds=0.2)  # 80 ms for the prompt
+    asked = replace(fetching("d", own_seconds=0.3), arrival_time=decode.now)
+    decode.engine.submit(asked)
+    decode.finish(asked, other)
+    expected = 0.3 - BLOCKS * SIZE / 5000 + LATE_SHARE * 0.3 + LATE_SECONDS
+    assert decode.scheduler.stats().total_transfer_wait_seconds == pytest.approx(expected, abs=2 * STEP)
 
 
 def test_one_token_is_left_to_compute_and_no_more_comes_than_the_pool_holds(prefill: Side) -> None:
@@ -168,10 +225,10 @@ def test_whatever_comes_and_whenever_the_first_token_is_late_by_a_bounded_time(s
     rng = random.Random(seed)
     count, own = rng.randrange(1, 200), rng.choice([0.0, 0.05, 1.0, 30.0])
     keys = {bytes([number]) for number in range(count)}
-    wait = Wait(keys=set(keys), began=5.0, moved_at=5.0, fetches=True, seconds=own, num_keys=count)
+    wait = Wait(keys=set(keys), began=5.0, moved_at=5.0, peer="there:1", seconds=own, num_keys=count)
     now, tick = 5.0, max(own, 0.1) / 500
     pace = rng.choice([0.0, 0.3, 0.9, 1.0, 1.1, 3.0])  # of what computing takes
-    while wait.keys and not wait.is_over(now):
+    while wait.keys and now < wait.over_at:
         now += tick
         while wait.keys and rng.random() < pace * tick * count / max(own, 1e-9):
             wait.keys.pop()

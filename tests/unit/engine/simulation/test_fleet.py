@@ -12,9 +12,12 @@ import pytest
 from quire_engine.cost_model import CostModel
 from quire_engine.errors import ConfigError
 from quire_engine.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.ranks import num_exchanges
+from quire_engine.roles import CHUNK_FOR_OTHERS, FEWEST_CHUNKS
 from quire_engine.simulation.coarse import Fit, fitted, simulate_coarsely
 from quire_engine.simulation.fleet import Fleet, FleetOutcome, copies, pooled_hits, simulate_steps
 from quire_engine.simulation.fleet_report import FleetReport, fleet_report, pairs_in_order, plan_fleet, ttft_svg
+from quire_engine.simulation.roles_plan import plan_roles
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.simulator import simulate
 from quire_engine.simulation.slo import Slo, parse_slo
@@ -235,3 +238,82 @@ def test_the_picture_names_every_policy() -> None:
     assert "a &amp; b" in text
     assert all(f">{route}</text>" in text for route in ROUTES)
     assert text.count("<polyline") == len(ROUTES)
+
+
+ROLES = Setup(
+    scheduler=SchedulerConfig(
+        num_blocks=6000,
+        max_model_len=32_768,
+        limits=SchedulerLimits(
+            block_size=16, max_num_seqs=64, max_num_batched_tokens=2048, prefill_chunk=2048, itl_target=0.0
+        ),
+    ),
+    cost=CostModel(step=0.012, row=6e-5, context=2e-8, prompt=((1, 0.0125), (512, 0.5), (4096, 4.0)), request=0.002),
+    max_num_queued_reqs=10_000,
+)
+
+
+@cache
+def chats(rate: float, count: int = 60) -> tuple[TraceRow, ...]:
+    """Prompts of 200 to 2,400 tokens of their own."""
+    rng, at, rows = random.Random(2), 0.0, []
+    for _ in range(count):
+        at += rng.expovariate(rate)
+        rows.append(TraceRow(at=at, input_tokens=rng.randrange(200, 2400), output_tokens=rng.randrange(30, 90)))
+    return tuple(rows)
+
+
+def with_roles(rows: tuple[TraceRow, ...], **changes: object) -> FleetReport:
+    fleet = replace(FLEET, replica=ROLES, **{"replicas": 2, **changes})  # type: ignore[arg-type]
+    return fleet_report(fleet, simulate_steps(fleet, rows))
+
+
+def test_a_replica_for_prompts_keeps_others_smooth_and_is_late_by_a_bounded_time() -> None:
+    """Its time to first token is near that of one replica by itself, whatever the wire, and gaps of tokens shrink."""
+    rows = chats(0.2)[:10]
+    alone = with_roles(rows, replicas=1)
+    for token_seconds in (0.0, 1e-4, 1e-3, 0.1):
+        apart = with_roles(rows, for_prompts=1, token_seconds=token_seconds)
+        assert 4 < apart.passed_on <= sum(row.input_tokens >= FEWEST_CHUNKS * CHUNK_FOR_OTHERS for row in rows)
+        assert apart.report.served == alone.report.served == 10
+        assert (apart.late == apart.passed_on) == (token_seconds == 0.1)
+        for statistic, most in (("p50", 1.2), ("max", 1.3)):  # others wait too for one that has waited in vain
+            mine, other = (one.report.value("ttft", statistic) or 0.0 for one in (apart, alone))
+            assert 0 < mine <= most * other + 0.1
+        assert apart.report.computed_tokens > alone.report.computed_tokens, "a prompt's last block is computed by both"
+    busy = chats(0.6)
+    alike, apart = with_roles(busy), with_roles(busy, for_prompts=1, token_seconds=1e-4)
+    assert (apart.report.value("itl", "mean") or 1.0) < 0.95 * (alike.report.value("itl", "mean") or 0.0)
+
+
+def test_roles_pay_only_where_they_are_clearly_better() -> None:
+    fleet = replace(FLEET, replica=ROLES, replicas=2, token_seconds=1e-4)
+    rows = chats(0.3)
+    smooth = plan_roles(fleet, rows, parse_slo("ttft_p95=8s,itl_p99=60ms"))
+    assert {(way.replicas, way.for_prompts) for way in smooth.ways} == {(2, 0), (2, 1)}
+    assert {way.itl_target for way in smooth.ways if not way.for_prompts} == {0.0, 0.06}
+    quick = plan_roles(fleet, rows, parse_slo("ttft_p95=1s"))
+    assert not quick.pays, "for the first token alone both nodes compute prompts"
+    assert quick.without.strain < quick.roles.strain
+    for replicas, strain, pays in ((2, 0.8, True), (2, 0.88, False), (1, 1.0, True), (1, 1.1, False)):
+        way = replace(smooth.roles, replicas=replicas, strain=strain)
+        assert replace(smooth, without=replace(smooth.without, strain=0.9), roles=way).pays == pays
+    with pytest.raises(ConfigError, match="roles need two nodes"):
+        plan_roles(replace(fleet, replicas=1), rows, parse_slo("ttft_p95=1s"))
+
+
+def test_a_fleet_with_roles_is_checked() -> None:
+    with pytest.raises(ConfigError, match="2 of 2 replicas are for prompts"):
+        replace(FLEET, replicas=2, for_prompts=2).check()
+    with pytest.raises(ConfigError, match="none is lost or slow"):
+        replace(FLEET, replicas=2, for_prompts=1, slow=2.0).check()
+    with pytest.raises(ConfigError, match="step by step"):
+        simulate_coarsely(replace(FLEET, replicas=2, for_prompts=1), chats(0.2), fit=Fit())
+
+
+def test_ranks_divide_a_step_and_add_their_exchanges() -> None:
+    two = SETUP.of_ranks(2, num_exchanges(28), 2e-6, pools=True)
+    assert two.cost.decode_seconds(4, 1000) == pytest.approx(COST.decode_seconds(4, 1000) / 2 + 113 * 2e-6)
+    assert two.cost.prompt_seconds(512) == pytest.approx(0.024 + 113 * 2e-6)
+    assert two.scheduler.num_blocks == 2 * SETUP.scheduler.num_blocks
+    assert SETUP.of_ranks(1, 113, 2e-6) == SETUP

@@ -57,6 +57,25 @@ def test_the_fewest_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert plans[0]["replicas"] <= plans[1]["replicas"]
 
 
+def test_ranks_and_roles_beside_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = tmp_path / "plan.json"
+    asked = ["--fleet", "--slo", "ttft_p95=3s,itl_p99=60ms", "--ranks", "2", "--layers", "28", "--roles"]
+    assert plan.run([*LOAD, *asked, "--fit-requests", "10", "--json", str(numbers)]) == 0
+    said = capsys.readouterr().out
+    assert "The same of 2 ranks each" in said
+    assert "servers of 2 ranks keep the objectives with" in said
+    assert "Roles, step level" in said
+    plain = json.loads(numbers.read_text())
+    assert plain["roles"]["pays"] == ("roles pay on this load" in said)
+    assert ("leave --role out" in said) != plain["roles"]["pays"]
+    assert plain["ranks"][0]["replicas"] <= plain["plans"][0]["replicas"]
+
+
+def test_a_fleet_with_a_replica_for_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate.run([*LOAD, "--replicas", "3", "--prompt-replicas", "1", "--transfer", "20us"]) == 0
+    assert " prompts passed on, " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
@@ -64,6 +83,10 @@ def test_the_fewest_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--replicas", "2", "--lose-replica", "1", "--lose-replica", "2"], "2 of 2 replicas are lost"),
         (["--replicas", "17", "--level", "step"], "17 replicas are too many to simulate step by step, at most 16"),
         (["--replicas", "2", "--plot"], "needs a FILE"),
+        (["--replicas", "2", "--prompt-replicas", "2"], "2 of 2 replicas are for prompts"),
+        (["--replicas", "2", "--prompt-replicas", "1", "--level", "coarse"], "step by step"),
+        (["--prompt-replicas", "1"], "--prompt-replicas needs --replicas"),
+        (["--replicas", "2", "--transfer", "soon"], "--transfer is 'soon'; write a time"),
         (["--replicas", "2", "--stale-index", "-1"], "at least 0"),
         (["--replicas", "2", "--compare", "static"], "--compare"),
         (["--replicas", "2", "--max-tokens", "5000"], "--max-tokens"),

@@ -81,7 +81,7 @@ def test_what_is_not_needed_any_more_is_ended() -> None:
 def test_short_prompts_and_those_that_need_all_rows_stay_where_they_are() -> None:
     async def body() -> None:
         them = await lending("prefill", "decode")
-        them.set.submit(request("a", LONG[: 6 * CHUNK - 1]))
+        them.set.submit(request("a", LONG[: 10 * CHUNK - 1]))
         whole = request("b", LONG)
         them.set.submit(replace(whole, sampling=replace(whole.sampling, num_prompt_logprobs=0)))
         assert them.each[0].requests == {}
@@ -157,5 +157,28 @@ def test_replicas_of_other_numerics_lend_nothing() -> None:
         them.each[0].plan = replace(plan, numerics="other")
         them.set.submit(request("a", LONG))
         assert (them.each[0].requests, of(them, 1, "a").kv_source) == ({}, None)
+
+    run(body)
+
+
+def test_a_replica_from_which_blocks_came_late_computes_nothing_until_it_is_asked_again() -> None:
+    async def body() -> None:
+        them = await lending("prefill", "decode")
+
+        def tells(*late: str) -> None:
+            stats = EngineStats(blocks_total=512, late_peers=frozenset(late))
+            them.each[1]._deliver(StepOutput(step_id=1, outputs=(), stats=stats))
+
+        them.set.submit(request("a", LONG))
+        assert "prefill-a" in them.each[0].requests
+        tells("10.0.0.7:9100")
+        assert them.each[0].requests == {}
+        assert them.set.rows()[0].prompt_tokens_ahead == 0
+        them.set.submit(request("b", (1, *LONG)))
+        assert (them.each[0].requests, of(them, 1, "b").kv_source) == ({}, None)
+        tells()
+        them.set.submit(request("c", (2, *LONG)))
+        assert list(them.each[0].requests) == ["prefill-c"]
+        assert of(them, 1, "c").kv_source is not None
 
     run(body)

@@ -233,7 +233,7 @@ def test_help_shows_every_setting_grouped(capsys: pytest.CaptureFixture[str], mo
         assert option_group(field) in GROUPS
         assert option_unit(field) in {"", "s", "tokens", "bytes"}
         assert field.description
-    assert len(text.splitlines()) < 197
+    assert len(text.splitlines()) < 199
 
 
 def test_every_flag_can_be_given_its_own_default(tmp_path: Path):
@@ -316,6 +316,8 @@ def test_the_transfer_of_blocks_has_the_secrets_of_the_cluster():
     given = {"kv_listen": "127.0.0.1:1", "kv_address": "h:2", "cluster_key_file": "/k", "engine_tls_ca": "/a"}
     transfer = Settings(**given).engine_config().kv_transfer
     assert transfer == KVTransferConfig(listen="127.0.0.1:1", reached_at="h:2", key_file="/k", ca="/a")
+    nixl = Settings(**given, kv_transport="nixl", kv_trust_network=True).engine_config().kv_transfer
+    assert nixl == dataclasses.replace(transfer, transport="nixl", trusts_network=True)
     with pytest.raises(ValueError, match="--role decode passes KV blocks on; set --kv-listen HOST:PORT too"):
         Settings(listen="127.0.0.1:1", role="decode")
 

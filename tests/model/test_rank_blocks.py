@@ -1,0 +1,126 @@
+"""Blocks of a pool that several ranks hold in parts go to the host, to files and to other engines, and come back whole.
+
+The tokens and log-probabilities are those of one process, to the last bit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.test_bitwise import mixed_requests
+from model.test_eagle import engine_asked, random_head, requests, target, write_head
+from model.test_ranks import ranks, settings_of
+from model.test_transfer import BLOCKS, LONG, SIZE, Side, asked
+from quire_engine.build import BuiltEngine, build
+from quire_engine.config import KVTransferConfig
+from quire_engine.scheduling import kept_prefixes
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.types import KVSource
+from support.offline import generate
+
+CACHING = {"enable_prefix_caching": True}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _threads_of_torch() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def alone(model: str) -> BuiltEngine:
+    return build(settings_of(model, num_threads=2))
+
+
+def test_after_a_restart_ranks_find_the_prefixes_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of so many ranks; one process has others in the same directory."""
+    monkeypatch.setattr(kept_prefixes, "LEAST_TOKENS", 300)
+    keeping = {**CACHING, "kv_offload_dir": str(tmp_path / "kv")}
+    expected = generate(alone("bf16"), [asked("a", 5)])
+    for size, cached in ((2, 0), (2, BLOCKS * SIZE), (1, 0), (4, 0), (2, BLOCKS * SIZE)):
+        with ranks("bf16", size, **keeping) as built:
+            found = generate(built, [asked("a", 5)])
+            assert found == expected
+            assert found["a", 0].num_cached_tokens == cached
+            assert built.store is not None
+            built.store.close(5)
+    assert len([each for each in (tmp_path / "kv").iterdir() if each.is_dir()]) == 3
+
+
+class Ranks(Side):
+    """Ranks whose blocks others may have."""
+
+    def __init__(self, stack: ExitStack, model: str) -> None:
+        transfer = KVTransferConfig(listen="127.0.0.1:0")
+        self._built = stack.enter_context(ranks(model, 2, kv_transfer=transfer, **CACHING))
+        super().__init__(model)
+
+    def build(self, model: str, changes: dict[str, object]) -> BuiltEngine:
+        del model, changes
+        return self._built
+
+
+@pytest.mark.parametrize("model", ["bf16", "int8-kv"])
+def test_ranks_fetch_the_blocks_of_other_ranks(model: str) -> None:
+    expected = generate(alone(model), [asked("a", 5)])["a", 0]
+    with ExitStack() as stack:
+        prefill, decode = Ranks(stack, model), Ranks(stack, model)
+        prefill.run(asked("p", 5, max_new_tokens=0))
+        source = KVSource(address=prefill.address, is_computing=True, own_seconds=LONG)
+        decode.run(replace(asked("a", 5), kv_source=source))
+        assert decode.cached["a"] == BLOCKS * SIZE
+        tokens = [token for token_ids, _ in decode.said["a"] for token in token_ids]  # type: ignore[attr-defined]
+        logprobs = [each for _, found in decode.said["a"] for each in found]  # type: ignore[attr-defined]
+        assert (tokens, logprobs) == (expected.token_ids, expected.logprobs)
+        assert prefill.leased() == 0
+
+
+def test_swapped_requests_of_ranks_come_back_whole() -> None:
+    wanted = mixed_requests(20, seed=3)
+    plan = alone("bf16").plan
+    limits = plan.scheduler.limits
+    most = max(
+        limits.footprint(num_prompt=len(r.prompt_token_ids), max_new_tokens=r.stop.max_new_tokens, n=r.n)
+        for r in wanted
+    )
+    length = max(len(r.prompt_token_ids) + r.stop.max_new_tokens for r in wanted)
+    tight = {"kv_memory": int(1.2 * most) * plan.bytes_per_block, "max_model_len": length, "prefill_chunk": 24}
+    host = {"swap_space": 8 << 20, "swap_on_cpu": True}
+    with ranks("bf16", 2, **CACHING, **tight, **host) as built:
+        free = replace(built, scheduler=Scheduler(replace(built.plan.scheduler, swap_seconds=0.0)))
+        assert generate(free, wanted) == generate(alone("bf16"), wanted)
+        stats = free.scheduler.stats()
+        assert stats.total_preemptions_by_mode["swap"] > 1
+        assert stats.total_swapped_in_blocks > 3
+
+
+@contextmanager
+def on_all_cores() -> Iterator[None]:
+    before = os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_an_eagle_head_beside_ranks_changes_no_token(tmp_path: Path) -> None:
+    """Rank 0 stops between layers for the head, and the others do not."""
+    head = write_head(tmp_path / "head", random_head())
+    changes = {"dtype": "bfloat16", "kernels": "cpu"}
+    expected = generate(build(engine_asked(target(tmp_path), None, **changes)), requests())
+    with on_all_cores():
+        asked_for = engine_asked(target(tmp_path), head, **changes)
+        built = build(replace(asked_for, tensor_parallel_size=2, num_threads=2))
+        try:
+            assert generate(built, requests()) == expected
+            assert generate(built, requests()) == expected
+            assert built.scheduler.stats().total_draft_tokens > 50
+        finally:
+            built.close()
