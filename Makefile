@@ -9,7 +9,7 @@ CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
 .PHONY: help serve test kernel-test kernel-matrix schema-test draft-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim \
   wheel wheel-test release \
-  schedule-test property-test model-matrix emulated-test damage-test token-test model-sweep hostile replica-test rank-test batch-test models-test ray-test soak api-fuzz audit lock sbom check format bench headline \
+  schedule-test property-test kill-test model-matrix emulated-test damage-test token-test model-sweep hostile replica-test rank-test batch-test models-test ray-test soak api-fuzz audit lock sbom check format bench headline \
   clean
 
 HELP := \
@@ -27,6 +27,7 @@ HELP := \
   "schema-test    500 outputs under real JSON schemas" \
   "draft-test     5,000 answers with guessed tokens and without" \
   "schedule-test  the scheduler under random calls, at length; half an hour" \
+  "kill-test      the engine of a big model killed under streams: expected and got, and the next token; two minutes" \
   "property-test  random replies, logs and histories, at length; a quarter of an hour" \
   "model-matrix   further sizes of chunks and batches of the models; two minutes" \
   "damage-test    100,000 damaged files of weights; a quarter of an hour" \
@@ -112,6 +113,10 @@ replica-test: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m replicas.nodes
 	PYTHONPATH=tests $(BIN)/python -m replicas.routing
 	PYTHONPATH=tests $(BIN)/python -m replicas.prompts
+
+# The engine of a model of 800M random parameters killed under four streams: their tokens, and the time to the next one.
+kill-test: $(VENV)/.dev
+	$(BIN)/python benchmarks/kill_engine.py $(ARGS)
 
 # A batch of 10,000 lines over two kill -9 of the server, held against direct requests, and live requests beside it.
 batch-test: $(VENV)/.dev
@@ -248,7 +253,7 @@ property-test: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 20 --timeout 3600 tests/property/test_reply_parser.py \
 	  tests/property/test_step_log_replay.py tests/property/test_beams.py $(ARGS)
 	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 40 --timeout 3600 \
-	  tests/property/test_decode_columns.py $(ARGS)
+	  tests/property/test_decode_columns.py tests/property/test_recorded_pool.py $(ARGS)
 
 # Damaged files of weights: 100,000 of GGUF and of safetensors, each read or refused in one line; a quarter of an hour.
 damage-test: $(VENV)/.dev

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -63,8 +64,13 @@ class Server:
         return Path(self._log.name).read_text()
 
     def engine(self) -> psutil.Process:
-        children = psutil.Process(self.process.pid).children()
-        return next(child for child in children if "quire_engine.process" in child.cmdline())
+        """The engine, which is older than the process that waits to be the next one."""
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.Error):  # it is ending
+                if "quire_engine.process" in child.cmdline():
+                    found.append(child)
+        return min(found, key=psutil.Process.create_time)
 
 
 async def stream(client: httpx.AsyncClient, url: str, number: int, tokens: int) -> tuple[str, list[float]]:
@@ -108,8 +114,8 @@ async def streams(
     usual = stall = 0.0
     for _, times in found:
         for one, next_one in pairwise(times):
-            if one <= killed < next_one:
-                stall = max(stall, next_one - killed)
+            if next_one >= killed:  # what was on its way at the kill comes first
+                stall = max(stall, next_one - max(one, killed))
             elif next_one < killed:
                 usual = max(usual, next_one - one)
     return [text for text, _ in found], stall, usual

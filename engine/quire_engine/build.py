@@ -47,7 +47,7 @@ from quire_engine.execution.executor import (
     spare_blocks,
     staging_blocks_for,
 )
-from quire_engine.execution.kernel_checks import checked, model_sizes
+from quire_engine.execution.kernel_checks import checked_here, select_kernels
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
 from quire_engine.execution.kv_transfer import KVTransfer, open_transfer
 from quire_engine.execution.loading import Loading
@@ -55,7 +55,7 @@ from quire_engine.execution.memory import PoolMemory, pool_memory
 from quire_engine.execution.models.checkpoint import fingerprint
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.decoder import Decoder
-from quire_engine.execution.models.found import FoundModel, find_model, is_bidirectional, why_no_text
+from quire_engine.execution.models.found import find_model, is_bidirectional, why_no_text
 from quire_engine.execution.models.parameters import Parameters, WeightMemory
 from quire_engine.execution.models.served import ModelFacts, ServedModel, Wanted
 from quire_engine.execution.numerics import Facts, numeric_facts, numerics_name
@@ -66,6 +66,7 @@ from quire_engine.execution.pool_rows import PoolRows
 from quire_engine.execution.prefix_files import PrefixFiles, open_prefix_files
 from quire_engine.execution.progress import Tell, tell_nobody
 from quire_engine.execution.runner import Runner
+from quire_engine.execution.surviving_pool import SurvivingPool, held_bytes, open_surviving
 from quire_engine.kv_groups import KVLayout, kv_groups, kv_layout, most_blocks, one_group
 from quire_engine.limits import SchedulerConfig
 from quire_engine.machine import CoreShare, available_memory, core_shares, run_on, usable_cores
@@ -80,11 +81,8 @@ from quire_engine.memory_plan import (
 from quire_engine.ranks import ALONE, Rank, heads_of_rank, with_threads
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculate, Speculation
-from quire_kernels.kernel_set import KernelSet, KVFormat
+from quire_kernels.kernel_set import KernelSet
 from quire_kernels.ranks import Collective
-from quire_kernels.reference import REFERENCE
-from quire_kernels.select import select
-from quire_kernels.verify.findings import Subject
 
 __all__ = ["BuiltEngine", "build", "plan_text", "resolve", "resolve_plan"]
 
@@ -316,11 +314,13 @@ def resolve_plan(config: EngineConfig) -> EnginePlan:
     return resolved.plan(resolved.pool(resolved.memory.before_load(resolved.bytes_beside_pool)))
 
 
-def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = tell_nobody) -> BuiltEngine:
+def build(
+    config: EngineConfig, *, memory_fd: int | None = None, pool_fd: int | None = None, tell: Tell = tell_nobody
+) -> BuiltEngine:
     """Load the model, size the pool and put the parts together. Raises ConfigError, ModelLoadError.
 
     `memory_fd`: a memory file for packed weights that outlives this process, empty or filled by the process before.
-    `tell`: called with the progress of the load.
+    `pool_fd`: one for the KV pool of a CPU, which is closed here. `tell`: called with the progress of the load.
     """
     started = time.perf_counter()
     tell("preparing", 0, 0)
@@ -330,14 +330,11 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
         run_on(shares[0].cpus)
     resolved = resolve(config, check_kernels=True, tell=tell)
     memory = resolved.memory
-    # Beside workers of the kernels' own, torch's threads would only wait for each other; and where torch computes a
-    # model's rows by itself, two threads would cut its sums by the number of rows.
-    alone = resolved.kernels.own_threads or bool(resolved.implementation)
-    torch.set_num_threads(1 if alone else resolved.num_threads)
+    _use_threads(resolved)
     loading = Loading(resolved.wanted(), memory_fd, tell)
     ranks = _other_ranks(config, resolved, shares, loading)
-    # Weights that the engine process before left are in memory already, so they do not count as free.
-    to_come = resolved.bytes_beside_pool - min(resolved.weights.total, loading.held_bytes)
+    # Weights and a pool that the engine process before left are in memory already, and do not count as free.
+    to_come = resolved.bytes_beside_pool - min(resolved.weights.total, loading.held_bytes) - held_bytes(pool_fd)
     pool = resolved.pool(memory.before_load(to_come))
     decoder = loading.load(memory.positions(pool))
     loaded = resolved.parameters.memory(resolved.dtype.itemsize, resolved.kernels, decoder.packed_bytes)
@@ -349,21 +346,21 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
     if ranks is not None:
         sizes = {"num_blocks": pool.num_blocks, "block_bytes": resolved.bytes_per_block // resolved.rank.size}
         decoder = ranks.begin(decoder, **sizes, positions=memory.positions(pool))
-    grammars = Grammars(
-        Path(config.tokenizer or config.model),
-        resolved.model.vocab_size,
-        defaults=Path(config.generation_config) if config.generation_config else None,
-    )
+    grammars = _make_grammars(config, resolved.model.vocab_size)
     adapters = make_adapters(resolved.asked, resolved.model, resolved.kernels)
-    made = _make_executor(resolved, decoder, pool, grammars, adapters, ranks)
+    surviving = _surviving(resolved, pool, pool_fd)
+    made = _make_executor(resolved, decoder, pool, grammars, adapters, ranks, surviving)
     executor, swap_seconds, host_keys, store, peers = made
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started, swap_seconds=swap_seconds)
     if peers is not None:
         plan = replace(plan, kv_address=peers.address)
-    speculate = None if drafter is None else _speculate(resolved, plan.scheduler, drafter, executor)
-    scheduler = Scheduler(plan.scheduler, host_keys=host_keys, store=store, peers=peers, speculate=speculate)
+    speculate, measured = _speculate(resolved, plan.scheduler, drafter, executor, surviving)
+    plan = replace(plan, row_seconds=tuple(measured.items()))
+    scheduler = Scheduler(
+        plan.scheduler, host_keys=host_keys, store=store, peers=peers, record=surviving, speculate=speculate
+    )
     return BuiltEngine(
-        plan=plan,
+        plan=replace(plan, blocks_taken_over=scheduler.num_taken_over),
         executor=executor,
         scheduler=scheduler,
         grammars=grammars,
@@ -372,6 +369,18 @@ def build(config: EngineConfig, *, memory_fd: int | None = None, tell: Tell = te
         peers=peers,
         ranks=ranks,
     )
+
+
+def _use_threads(resolved: Resolved) -> None:
+    """Set torch's threads. Beside workers of the kernels' own they would only wait for each other; and where torch
+    computes a model's rows by itself, two threads would cut its sums by the number of rows."""
+    alone = resolved.kernels.own_threads or bool(resolved.implementation)
+    torch.set_num_threads(1 if alone else resolved.num_threads)
+
+
+def _make_grammars(config: EngineConfig, vocab_size: int) -> Grammars:
+    defaults = Path(config.generation_config) if config.generation_config else None
+    return Grammars(Path(config.tokenizer or config.model), vocab_size, defaults=defaults)
 
 
 def _other_ranks(
@@ -414,6 +423,18 @@ def build_rank(config: EngineConfig, number: int, *, exchange_fd: int) -> BuiltR
     return BuiltRank(resolved, exchange_of(resolved.kernels, exchange_fd, resolved.rank))
 
 
+def _surviving(resolved: Resolved, pool: PoolSize, fd: int | None) -> SurvivingPool | None:
+    """The pool in memory that outlives the process. Ranks have pools of their own, and a GPU's is memory of its own."""
+    return open_surviving(
+        fd,
+        resolved.kv_layout() + repr(resolved.layout).encode(),
+        is_wanted=resolved.device.type == "cpu" and resolved.rank.size == 1,
+        num_blocks=pool.num_blocks,
+        block_bytes=resolved.bytes_per_block,
+        block_size=resolved.asked.limits.block_size,
+    )
+
+
 def _make_executor(  # noqa: PLR0917 - the parts of an engine
     resolved: Resolved,
     decoder: ServedModel,
@@ -421,15 +442,18 @@ def _make_executor(  # noqa: PLR0917 - the parts of an engine
     grammars: Grammars,
     adapters: AdapterCache | None,
     ranks: RankProcesses | None,
+    surviving: SurvivingPool | None,
 ) -> tuple[Executor, float, tuple[bytes, ...], PrefixFiles | None, KVTransfer | None]:
     """The executor, the time of a block's copy to the host or from it, what host blocks hold from before, files, and
-    the transfer of blocks. `ranks`: the others, which have parts of all blocks.
+    the transfer of blocks. `ranks`: the others, which have parts of all blocks. `surviving`: memory for the pool.
     """
     kernels, device, limits = resolved.kernels, resolved.device, resolved.asked.limits
     num_blocks = pool.num_blocks + spare_blocks(kernels, device) + resolved.num_staging_blocks
     size, layout = limits.block_size, resolved.layout
     on_copy = decoder.copy_blocks if isinstance(decoder, Leader) else None
-    kv = KVStorage(kernels, resolved.model, num_blocks, size, resolved.dtype, device, layout=layout, on_copy=on_copy)
+    dtype, memory = resolved.dtype, None if surviving is None else surviving.memory
+    model = resolved.model
+    kv = KVStorage(kernels, model, num_blocks, size, dtype, device, layout=layout, on_copy=on_copy, memory=memory)
     rows = PoolRows(kv.tensor, *(() if ranks is None else ranks.pools))
     executor = make_executor(
         decoder,
@@ -499,15 +523,30 @@ def _make_eagle(resolved: Resolved, eagle: EagleConfig, pool: PoolSize, tell: Te
     return EagleDrafter(head, kv.tensor, **sizes, vocab_size=resolved.model.vocab_size)
 
 
-def _speculate(resolved: Resolved, config: SchedulerConfig, drafter: Drafter, executor: Executor) -> Speculate:
-    """Makes the part of the scheduler that adds this drafter's guesses to plans. Measures first what rows take."""
+def _speculate(
+    resolved: Resolved,
+    config: SchedulerConfig,
+    drafter: Drafter | None,
+    executor: Executor,
+    surviving: SurvivingPool | None,
+) -> tuple[Speculate | None, dict[int, float]]:
+    """Makes the part of the scheduler that adds this drafter's guesses to plans; the seconds of steps by their rows.
+
+    An earlier engine has measured those, or this one does, in the pool.
+    """
+    if drafter is None:
+        return None, {}
     has_graphs, most = runs_by_itself(resolved.kernels, resolved.device), config.limits.max_num_batched_tokens
     if has_graphs:
         most = min(most, most_drafted_rows(config.limits.max_num_seqs))
-    # A fault that is planted is for a request.
-    measured = {} if resolved.asked.faults else measured_rows(executor.execute, config, most, has_graphs=has_graphs)
-    drafter.forget(MEASURED)
-    return partial(Speculation, drafter, row_seconds=measured, most_rows=most, plans_ahead=resolved.plans_ahead)
+    measured = dict(resolved.asked.row_seconds)
+    if not measured and not resolved.asked.faults:  # a fault that is planted is for a request
+        if surviving is not None:
+            surviving.clear()
+        measured = measured_rows(executor.execute, config, most, has_graphs=has_graphs)
+        drafter.forget(MEASURED)
+    make = partial(Speculation, drafter, row_seconds=measured, most_rows=most, plans_ahead=resolved.plans_ahead)
+    return make, measured
 
 
 def resolve(
@@ -532,11 +571,11 @@ def resolve(
     dtype, why_dtype = compute_dtype(config.dtype, model.dtype, device, config.kernels)
     parameters = found.parameters(Path(config.model))
     num_threads = (config.num_threads or usable_cores()) // ranks
-    kernels = found.over(_select_kernels(config, found, device, dtype, num_threads, tell, beside))
+    kernels = found.over(select_kernels(config, found, device, dtype, num_threads, tell, beside))
     check_ranks(config, model, kernels, device, found.implementation)
     config, speculation = own_speculation(config, device, has_states=found.state_bytes > 0)
     check_planning_ahead(config.async_scheduling, kernels, device)
-    kernels, replaced_ops = _checked_kernels(config, model, kernels, device, dtype) if check_kernels else (kernels, ())
+    kernels, replaced_ops = checked_here(config, model, kernels, device, dtype) if check_kernels else (kernels, ())
     weights = parameters.memory(dtype.itemsize, kernels)
     if device.type == "cpu" and not kernels.own_threads and config.num_threads is None:
         num_threads = torch_threads(weights.total)
@@ -651,49 +690,3 @@ def _layout(config: EngineConfig, model: ModelFacts, device: torch.device) -> KV
     if device.type != "cpu" or config.swap_space or is_bidirectional(model):
         return one_group(heads)
     return kv_layout(heads, model.windows, model.max_position_embeddings)
-
-
-def _select_kernels(  # noqa: PLR0917 - the inputs of the choice
-    config: EngineConfig,
-    found: FoundModel,
-    device: torch.device,
-    dtype: torch.dtype,
-    num_threads: int,
-    tell: Tell,
-    beside: KernelSet | None,
-) -> KernelSet:
-    """The kernel set that the settings name, or the best one for the machine. Raises ConfigError."""
-    try:
-        return select(
-            device,
-            dtype,
-            config.kernels,
-            kv=KVFormat(head_dim=found.head_dim, block_size=config.limits.block_size, kv_type=config.kv_cache_dtype),
-            quantization=config.quantization,
-            deterministic=config.deterministic,
-            attention=config.attention,
-            threads=num_threads,
-            cpu_variant=config.cpu_variant,
-            on_compiled=lambda done, total: tell(f"compiling the kernels, {done} of {total} files", 0, 0),
-            beside=beside,
-        )
-    except ValueError as error:
-        asked = "" if config.attention == "auto" else f", attention={config.attention}"
-        raise ConfigError(f"kernels={config.kernels}{asked}: {error}") from None
-
-
-def _checked_kernels(
-    config: EngineConfig, model: ModelFacts, kernels: KernelSet, device: torch.device, dtype: torch.dtype
-) -> tuple[KernelSet, tuple[str, ...]]:
-    """The kernels after a check on this GPU, where it is one, and the ops that the reference computes instead."""
-    if device.type != "cuda" or kernels.name == REFERENCE.name or not isinstance(model, ModelConfig):
-        return kernels, ()
-    subject = Subject(
-        kernels=kernels,
-        device=device,
-        dtype=dtype,
-        quantization=config.quantization,
-        kv_type=config.kv_cache_dtype,
-        alone=config.deterministic,
-    )
-    return checked(subject, model_sizes(model, config.limits.block_size))

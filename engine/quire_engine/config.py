@@ -167,6 +167,7 @@ class EngineConfig:
     tells_blocks: bool = False  # events of the cache are published, with tokens
     kv_transfer: KVTransferConfig | None = None  # pass KV blocks on to other engines, and fetch theirs; None: neither
     role: Role = "both"  # what a front sends here
+    row_seconds: tuple[tuple[int, float], ...] = ()  # `EnginePlan.row_seconds` of an earlier engine; none: measure them
     faults: tuple[Fault, ...] = ()  # to be injected, for tests
 
 
@@ -241,6 +242,8 @@ class EnginePlan:
     speculation: str = ""  # how tokens are guessed, or the reason why not; empty: not asked for
     draft_model: str = ""  # the directory of the model or head that guesses tokens
     draft_bytes: int = 0  # its weights and its pool
+    row_seconds: tuple[tuple[int, float], ...] = ()  # of a step by its rows, where tokens are guessed
+    blocks_taken_over: int = 0  # of the pool, which the engine process before had computed
     kept_blocks: int = 0  # prefix blocks in files at most, beside a pool in host memory
     kept_in: str = ""  # their directory
     kv_address: str = ""  # HOST:PORT where other engines fetch KV blocks; empty: nowhere
@@ -276,12 +279,17 @@ def for_later_engines(config: EngineConfig, plan: EnginePlan) -> EngineConfig:
 
     They keep the pool and the length that requests were checked against, however much memory is free by then. They keep
     the instruction set too: another one rounds differently, and resumed requests would continue with other tokens. And
-    they listen where the first one did.
+    they listen where the first one did, and need not measure again what steps take.
     """
     kv_memory, max_model_len = plan.kv_bytes or None, plan.scheduler.max_model_len
     transfer = config.kv_transfer
     if transfer is not None and plan.kv_address and not transfer.reached_at:
         transfer = replace(transfer, listen=plan.kv_address)  # others know it
     return replace(
-        config, kv_memory=kv_memory, max_model_len=max_model_len, cpu_variant=plan.cpu_variant, kv_transfer=transfer
+        config,
+        kv_memory=kv_memory,
+        max_model_len=max_model_len,
+        cpu_variant=plan.cpu_variant,
+        kv_transfer=transfer,
+        row_seconds=plan.row_seconds,
     )

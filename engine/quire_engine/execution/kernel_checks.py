@@ -1,4 +1,4 @@
-"""Checks a kernel set before it serves, and replaces the ops that fail.
+"""Chooses a kernel set, checks it before it serves, and replaces the ops that fail.
 
 An op that fails is replaced by the reference's with a warning, or the start ends with a ConfigError.
 """
@@ -13,14 +13,20 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from quire_engine.config import EngineConfig
 from quire_engine.errors import ConfigError
 from quire_engine.execution import distribution
 from quire_engine.execution.distribution import uniform
 from quire_engine.execution.logit_rules import SampleRow
 from quire_engine.execution.models.config import ModelConfig
+from quire_engine.execution.models.found import FoundModel
+from quire_engine.execution.models.served import ModelFacts
+from quire_engine.execution.progress import Tell
 from quire_engine.execution.sampler import Sampler
 from quire_engine.types import SamplingParams, StopParams
-from quire_kernels.kernel_set import ChoiceRows, KernelSet
+from quire_kernels.kernel_set import ChoiceRows, KernelSet, KVFormat
+from quire_kernels.reference import REFERENCE
+from quire_kernels.select import select
 from quire_kernels.verify.attention import like_reference
 from quire_kernels.verify.checks import ModelSizes, short_checks
 from quire_kernels.verify.experts import ExpertSizes, RoutingForm
@@ -232,3 +238,49 @@ class _Draws:
         drawn = uniform(asked.seed, self._rows[row].choice, self._rows[row].position) * float(ends[-1])
         begin = float(ends[token] - mass[0, token])
         return begin - _BORDER <= drawn <= float(ends[token]) + _BORDER
+
+
+def checked_here(
+    config: EngineConfig, model: ModelFacts, kernels: KernelSet, device: torch.device, dtype: torch.dtype
+) -> tuple[KernelSet, tuple[str, ...]]:
+    """The kernels after a check on this GPU, where it is one, and the ops that the reference computes instead."""
+    if device.type != "cuda" or kernels.name == REFERENCE.name or not isinstance(model, ModelConfig):
+        return kernels, ()
+    subject = Subject(
+        kernels=kernels,
+        device=device,
+        dtype=dtype,
+        quantization=config.quantization,
+        kv_type=config.kv_cache_dtype,
+        alone=config.deterministic,
+    )
+    return checked(subject, model_sizes(model, config.limits.block_size))
+
+
+def select_kernels(  # noqa: PLR0917 - the inputs of the choice
+    config: EngineConfig,
+    found: FoundModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_threads: int,
+    tell: Tell,
+    beside: KernelSet | None,
+) -> KernelSet:
+    """The kernel set that the settings name, or the best one for the machine. Raises ConfigError."""
+    try:
+        return select(
+            device,
+            dtype,
+            config.kernels,
+            kv=KVFormat(head_dim=found.head_dim, block_size=config.limits.block_size, kv_type=config.kv_cache_dtype),
+            quantization=config.quantization,
+            deterministic=config.deterministic,
+            attention=config.attention,
+            threads=num_threads,
+            cpu_variant=config.cpu_variant,
+            on_compiled=lambda done, total: tell(f"compiling the kernels, {done} of {total} files", 0, 0),
+            beside=beside,
+        )
+    except ValueError as error:
+        asked = "" if config.attention == "auto" else f", attention={config.attention}"
+        raise ConfigError(f"kernels={config.kernels}{asked}: {error}") from None

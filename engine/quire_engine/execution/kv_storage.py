@@ -72,10 +72,12 @@ class KVStorage:
         layout: KVLayout | None = None,
         on_copy: Callable[[Pairs], None] | None = None,
         memory_fd: int | None = None,
+        memory: Tensor | None = None,
     ) -> None:
         """`layout`: None: all of the model's layers in one group. `on_copy` is called before each copy.
 
         `memory_fd`: a file of memory that is to be the pool, of its size, for other processes to map.
+        `memory`: uint8 on the host, of exactly the pool's bytes, which keep what is in them.
         """
         self._copy, self._on_copy = kernels.copy_blocks, on_copy
         sizes = _PoolSizes.of(kernels, layout or one_group(config.kv_heads), block_size, dtype)
@@ -84,12 +86,13 @@ class KVStorage:
         def new_kv(count: int) -> Tensor:
             return kernels.new_kv(count, sizes.num_layers, heads.number, block_size, heads.width, dtype, device)
 
-        if memory_fd is None:
+        if memory_fd is not None:
+            memory = mapped(memory_fd, (num_blocks, new_kv(1).nbytes))
+        if memory is None:
             self.tensor = new_kv(num_blocks)
         else:
-            one = new_kv(1)
-            memory = mapped(memory_fd, (num_blocks, one.nbytes))
-            self.tensor = memory.view(one.dtype).view(num_blocks, *one.shape[1:])
+            of_none = new_kv(0)  # for the shape of a block
+            self.tensor = memory.view(of_none.dtype).view(num_blocks, *of_none.shape[1:])
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Pairs) -> None:

@@ -24,19 +24,20 @@ if TYPE_CHECKING:
     from quire_engine.process.loop import EngineLoop
 
 
-def _receive_start(connection: socket.socket, decoder: FrameDecoder) -> tuple[list[Frame], int | None]:
-    """The first frames, and the descriptor that came with them: of a memory file that outlives this process, empty or
-    with the weights of the engine process before.
+def _receive_start(connection: socket.socket, decoder: FrameDecoder) -> tuple[list[Frame], int | None, int | None]:
+    """The first frames, and the descriptors that came with them: of memory files that outlive this process, empty or
+    with the weights and the KV pool of the engine process before.
     """
     frames: list[Frame] = []
     descriptors: list[int] = []
     while not frames:
-        data, brought, _, _ = socket.recv_fds(connection, 1 << 16, 1)
+        data, brought, _, _ = socket.recv_fds(connection, 1 << 16, 2)
         descriptors += brought
         if not data:
             sys.exit(0)
         frames = decoder.feed(data)
-    return frames, next(iter(descriptors), None)
+    weights, pool, *_ = *descriptors, None, None
+    return frames, weights, pool
 
 
 def main(fd: int, parent_pid: int) -> None:
@@ -61,7 +62,8 @@ def main(fd: int, parent_pid: int) -> None:
     from quire_engine.engine import Engine  # noqa: PLC0415
     from quire_engine.process.loop import EngineLoop, Garbage  # noqa: PLC0415
 
-    (start, *early), memory_fd = _receive_start(connection, decoder)
+    _freeze()
+    (start, *early), memory_fd, pool_fd = _receive_start(connection, decoder)
     if not isinstance(start, EngineConfig):
         raise ProtocolError(f"the first frame is a {type(start).__name__}, not the engine's configuration")
     if start.faults:
@@ -69,7 +71,7 @@ def main(fd: int, parent_pid: int) -> None:
 
         fail_start(start.faults)
     try:
-        built = build(start, memory_fd=memory_fd, tell=tell)
+        built = build(start, memory_fd=memory_fd, pool_fd=pool_fd, tell=tell)
     except (ConfigError, ModelLoadError, OSError, MemoryError) as error:
         _fail_start(connection, error)
     engine = Engine(
@@ -79,9 +81,7 @@ def main(fd: int, parent_pid: int) -> None:
         adapters=built.adapters,
         check_invariants=start.check_invariants,
     )
-    # Imported and loaded objects stay alive: freeze them, so that collections between steps do not scan them.
-    gc.collect()
-    gc.freeze()
+    _freeze()
     alive, garbage = start.alive_seconds, Garbage()
     loop = (
         GarblingLoop(engine, connection, decoder, start.faults, alive_seconds=alive, garbage=garbage)
@@ -91,6 +91,12 @@ def main(fd: int, parent_pid: int) -> None:
     loop.send(built.plan)
     _run(loop, early, built)
     built.close()
+
+
+def _freeze() -> None:
+    """Let no collection scan what was imported and loaded, which stays alive. A spare process has done most of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _run(loop: EngineLoop, early: list[Frame], built: BuiltEngine) -> None:

@@ -5,7 +5,7 @@ Take, share, release and revive are O(1) with one owner; see `CacheShares` for s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from quire_engine.invariants import InvariantViolation, require
 from quire_engine.scheduling.cache_shares import CacheShares, Owner
@@ -103,6 +103,14 @@ class BlockPool:
         """Cache an unreferenced block, whose content may be matched again: of its owner's it is evicted last."""
         self.shares.keep(block, self._owned(block))
         self.num_free += 1
+
+    def adopt(self, owners: Mapping[int, Owner[int]]) -> None:
+        """Cache these free blocks for their owners: contents of an earlier run, each of which is evicted in order."""
+        self._free = [block for block in self._free if block not in owners]
+        for block, owner in owners.items():
+            self.shares.hold(owner)
+            self._owner_of[block] = owner
+            self.shares.keep(block, owner)
 
     def forget(self, block: int) -> None:
         """Free a cached block: its content can no longer be matched."""

@@ -10,13 +10,14 @@ from collections.abc import Collection, Iterable, Iterator, Set
 from itertools import chain, repeat
 
 from quire_engine.block_hashes import block_hash, root_hash, short_name
+from quire_engine.block_record import HeldBlock
 from quire_engine.invariants import require
 from quire_engine.kv_groups import WHOLE, KVGroup
 from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.block_pool import BlockPool
 from quire_engine.scheduling.blocks import NO_MATCH, NO_MOVES, Moves, PageTable, PrefixMatch
 from quire_engine.scheduling.cache_shares import Owner
-from quire_engine.scheduling.prefix_cache import NOT_TOLD, GroupCaches, PrefixCache, Tails, num_common
+from quire_engine.scheduling.prefix_cache import NOT_TOLD, GroupCaches, PrefixCache, Recorder, Tails, num_common
 from quire_engine.scheduling.sequence import Content, Promise, Sequence
 from quire_engine.types import GenerationRequest
 
@@ -466,6 +467,50 @@ def adopt(
         kv.told_blocks.stored(content, parent, tokens, request=request)
     kv._drop(block)
     return block
+
+
+def record_in(kv: KVAllocator, recorder: Recorder) -> None:
+    """From now on tell this recorder of the blocks that can be matched."""
+    for cache in kv._caches.each:
+        cache.recorder = recorder
+
+
+def take_over(kv: KVAllocator, found: Iterable[HeldBlock]) -> set[int]:
+    """Begin with these contents of an earlier run, in an empty pool; returns the blocks that can be matched by them."""
+    by_scope: dict[str, Owner[int]] = {}
+    owners: dict[int, Owner[int]] = {}
+    begun: list[HeldBlock] = []
+    for each in found if kv._caching else ():
+        if each.tokens:
+            if kv.by_window or len(each.tokens) < kv._tails.least:
+                continue
+            begun.append(each)
+        elif each.group >= len(kv._caches.each) or not kv._caches.each[each.group].register(each.content, each.block):
+            continue
+        if each.scope not in by_scope:
+            by_scope[each.scope] = kv._pool.shares.owner(each.scope)
+        owners[each.block] = by_scope[each.scope]
+    kv._pool.adopt(owners)
+    for each in begun:
+        kv._offer(each.block, each.content, list(each.tokens))
+    return {block for block in owners if kv._is_known(block)}
+
+
+def is_registered(kv: KVAllocator, block: int) -> bool:
+    """Whether the block is full and can be matched."""
+    return kv._caches.holds(block)
+
+
+def scope_of(kv: KVAllocator, block: int) -> str:
+    """The scope that a block with content belongs to."""
+    owner = kv._pool.owner(block)
+    return "" if owner is None else owner.scope
+
+
+def parent_of(kv: KVAllocator, sequence: Sequence, index: int) -> bytes:
+    """The hash of all blocks before the one at `index`, which are full."""
+    kv._extend_hashes(sequence, index)
+    return kv._parent(sequence, index)
 
 
 def grow(kv: KVAllocator, sequence: Sequence) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
 from quire_engine.block_hashes import MOST_ROUTED, short_name
 from quire_engine.invariants import require
@@ -157,19 +158,27 @@ class _Open:
         )
 
 
+class Recorder(Protocol):
+    """Learns which blocks can be matched; `recorded_pool.RecordedPool`."""
+
+    def register(self, block: int, content: bytes, group: int) -> None: ...
+    def forget(self, block: int) -> None: ...
+
+
 class PrefixCache:
     """Two maps that mirror each other: one block per hash, one hash per block.
 
     A block can be matched until it is forgotten.
     """
 
-    __slots__ = ("_block_of", "_hash_of", "group", "told", "told_blocks")
+    __slots__ = ("_block_of", "_hash_of", "group", "recorder", "told", "told_blocks")
 
     def __init__(self, group: int = 0, told_blocks: ToldBlocks | None = None) -> None:
         """`group`: the place of its layers among the groups; `told_blocks`: learns of what is forgotten."""
         self.told = ToldPrefixes()
         self.told_blocks = ToldBlocks() if told_blocks is None else told_blocks
         self.group = group
+        self.recorder: Recorder | None = None
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
@@ -205,6 +214,8 @@ class PrefixCache:
         require(block not in self._hash_of, f"block {block} is registered twice")
         self._block_of[content] = block
         self._hash_of[block] = content
+        if self.recorder is not None:
+            self.recorder.register(block, content, self.group)
         if self.told.is_on:
             self.told.register(content, depth)
         return True
@@ -214,6 +225,8 @@ class PrefixCache:
         content = self._hash_of.pop(block, None)
         if content is not None:
             del self._block_of[content]
+            if self.recorder is not None:
+                self.recorder.forget(block)
             if self.told.is_on:
                 self.told.forget(content)
             if self.told_blocks.is_on:
@@ -224,6 +237,10 @@ class PrefixCache:
         """Remove every content except these."""
         if self.told_blocks.is_on:
             self.told_blocks.forgotten(self.group, [content for content in self._block_of if content not in contents])
+        if self.recorder is not None:
+            for content, block in self._block_of.items():
+                if content not in contents:
+                    self.recorder.forget(block)
         self._block_of = {content: block for content, block in self._block_of.items() if content in contents}
         self._hash_of = {block: content for content, block in self._block_of.items()}
         if self.told.is_on:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from quire_engine.batch import Batch, StepResult
+from quire_engine.block_record import BlockRecord
 from quire_engine.block_store import BlockPeers, BlockStore
 from quire_engine.decodes import BatchInColumns
 from quire_engine.errors import InfeasibleRequest
@@ -23,6 +24,7 @@ from quire_engine.scheduling.log.step_log import StepLog
 from quire_engine.scheduling.outputs import expired_outputs
 from quire_engine.scheduling.planner import Planner
 from quire_engine.scheduling.policies import Policies, policies_for
+from quire_engine.scheduling.recorded_pool import RecordedPool
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.speculation import Speculate
 from quire_engine.scheduling.step_results import StepResults
@@ -45,10 +47,13 @@ class Scheduler:
         host_keys: Collection[bytes] = (),
         store: BlockStore | None = None,
         peers: BlockPeers | None = None,
+        record: BlockRecord | None = None,
         speculate: Speculate | None = None,
         columns_from: int | None = FEWEST,
     ) -> None:
         """`host_keys`: of the first host blocks, on disk; `store`, `peers`: of prefixes; `speculate` adds drafts.
+
+        `record`: of what the pool holds, for an executor that computes one step at a time.
 
         `columns_from`: running sequences from which on plain decodes come into the columns; None: never.
         """
@@ -78,8 +83,11 @@ class Scheduler:
             speculation=self._speculation,
             swapping=self._swapping,
         )
+        self._recorded = None if record is None else RecordedPool(self._kv, self._roster, record)
+        self.num_taken_over = 0 if self._recorded is None else self._recorded.num_found  # blocks of the engine before
+        num_restored = len(host_keys) + self.num_taken_over
         self._inspection = Inspection(
-            config, self._kv, self._roster, self._log, len(host_keys), check=self.check_invariants
+            config, self._kv, self._roster, self._log, num_restored, check=self.check_invariants
         )
         self._step, self._applied_at = 0, 0.0
         self._prefill_tokens = self._decode_tokens = 0  # of the last applied step
@@ -235,6 +243,8 @@ class Scheduler:
             released = self._kv.take_released()
             if self._speculation is not None:
                 self._speculation.forget(released)
+            if self._recorded is not None:
+                self._recorded.planned(released)
             rows = self._columns.planned(self._roster.running) if len(self._columns) else None
             batch = plan.batch(self._step, self._kv.take_moves(), released, rows)
         if self._log is not None:
@@ -255,6 +265,8 @@ class Scheduler:
         Results for sequences that ended or were preempted since `schedule` are ignored.
         """
         outputs = self._results.apply(batch, result, now)
+        if self._recorded is not None:
+            self._recorded.applied(batch)
         self._decode_tokens = batch.num_decodes
         self._prefill_tokens = batch.num_prefills
         # A step that was planned ahead begins when the step before it ends.

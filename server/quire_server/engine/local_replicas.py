@@ -16,10 +16,11 @@ from quire_engine.errors import ModelLoadError
 from quire_engine.machine import CoreShare
 from quire_engine.types import EngineStats
 from quire_server.engine.kv_events.events import CacheListener
+from quire_server.engine.memory_files import WeightsMemory
 from quire_server.engine.replica_routing import Router
 from quire_server.engine.replicas import ReplicaSet
 from quire_server.engine.restart_policy import RestartPolicy
-from quire_server.engine.supervisor import Supervisor, WeightsMemory
+from quire_server.engine.supervisor import Supervisor
 
 ALIVE_SECONDS = 0.5  # between two signs of life of an engine
 

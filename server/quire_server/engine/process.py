@@ -66,18 +66,18 @@ class EngineProcess(EngineConnection):
                 os.sched_setaffinity(self._child.pid, cpus)
 
     async def start(
-        self, config: EngineConfig, stall_seconds: float = 60.0, *, memory_fd: int | None = None
+        self, config: EngineConfig, stall_seconds: float = 60.0, *, memory: tuple[int | None, int | None] = (None, None)
     ) -> EnginePlan:
         """Build the engine. Raises ConfigError or ModelLoadError as the engine does, EngineDead if the process ends.
 
-        A start without progress for `stall_seconds` is killed. `memory_fd`: a memory file for packed weights, empty or
-        filled by the process before.
+        A start without progress for `stall_seconds` is killed. `memory`: files of memory for packed weights and for the
+        KV pool, empty or filled by the process before; without the first there is no second.
         """
         self.progressed_at = self._heard = self._seen = time.monotonic()  # a spare process was launched long before
         try:
             with contextlib.suppress(OSError):  # it has ended, which shows at once
-                # The first bytes bring the descriptor along, before the transport has the socket.
-                socket.send_fds(self._socket, [encode_frame(config)], [] if memory_fd is None else [memory_fd])
+                # The first bytes bring the descriptors along, before the transport has the socket.
+                socket.send_fds(self._socket, [encode_frame(config)], [fd for fd in memory if fd is not None])
             await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
             await self._watch_start(stall_seconds)
         except asyncio.CancelledError:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 
@@ -18,6 +15,7 @@ from quire_engine.own_modules import module_command
 from quire_engine.process.transport import Abort, Control, Hold, Inspect, LoadProgress, Release, Shutdown
 from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
 from quire_server.engine.kv_events.events import CacheListener
+from quire_server.engine.memory_files import PoolMemory, WeightsMemory
 from quire_server.engine.process import EngineProcess
 from quire_server.engine.recovery import JournalEntry, Loss, Quarantine, Recovery, fingerprint
 from quire_server.engine.restart_policy import HangLimit, RestartBudget, RestartPolicy
@@ -77,6 +75,7 @@ class Supervisor:
         self._cpus = tuple(cpus)
         # Shared by all engine processes, so that a restart needs no load.
         self._weights = WeightsMemory() if weights is None else weights
+        self._pool = PoolMemory()  # so that what an engine had computed is there for the next one
         self._spare = Spare(self._new_process, self._policy.spare_seconds) if spare is None else spare
         self._starts = 0
         self._recovery = Recovery()
@@ -265,6 +264,7 @@ class Supervisor:
             self._process.send(Shutdown())
             await self._process.reap(grace_seconds=2.0)
         self._weights.close()
+        self._pool.close()
         if self._listener is not None:
             self._listener.close()
         for entry in self._recovery.dismiss():
@@ -278,8 +278,9 @@ class Supervisor:
         process.on_step = self._deliver
         self._starts += 1
         config = replace(self._config, faults=faults_of_start(self._config.faults, self._starts))
-        memory_fd = self._weights.for_next_engine()
-        return process, await process.start(config, self._policy.start_seconds, memory_fd=memory_fd)
+        weights = self._weights.for_next_engine()
+        memory = weights, None if weights is None else self._pool.for_next_engine()
+        return process, await process.start(config, self._policy.start_seconds, memory=memory)
 
     async def _first_start(self) -> tuple[EngineProcess, EnginePlan]:
         while True:
@@ -305,17 +306,17 @@ class Supervisor:
                 await process.wait_for_end(lambda: self._hang.seconds, self._policy.absent_seconds)
                 self.state = EngineState.RESTARTING
                 await process.reap(grace_seconds=1.0)
-                self._account_for(process)
+                loss = self._account_for(process)
                 if self._listener is not None:
                     self._listener.ends()
                 self.on_lost()
-                process = await self._restart()
+                process = await self._restart(loss)
         except Exception:  # a bug: without supervision the server would wait for ever
             log.exception("the supervision of the engine failed")
             self._give_up("the engine is no longer watched")
 
-    def _account_for(self, process: EngineProcess) -> None:
-        """Blame requests, or the engine itself, for a process that has ended.
+    def _account_for(self, process: EngineProcess) -> Loss:
+        """Blame requests, or the engine itself, for a process that has ended; returns how it did.
 
         A crash that a request has caused is not a failure of the engine, and neither are the earlier crashes that led
         to the proof: clients that send such requests must not use up the restart budget.
@@ -326,12 +327,15 @@ class Supervisor:
             loss = Loss.KILL
         elif process.end_is_doubtful:
             loss = Loss.DOUBTFUL
+        if loss is not Loss.KILL:
+            self._pool.distrust()
         guilty = self._recovery.crashed(loss, now=now)
         for entry in guilty:
             self._budget.forgive(entry.crashes)
             self._condemn(entry, now)
         if not guilty and (loss is Loss.CRASH or not process.progressed):
             self._budget.engine_failed(now)
+        return loss
 
     def _condemn(self, guilty: JournalEntry, now: float) -> None:
         """Quarantine a culprit; equal requests that wait end with its error, since each would crash the engine too."""
@@ -341,8 +345,12 @@ class Supervisor:
         for entry in [guilty, *alike]:
             self._fail(entry, "this request has taken the engine down; it will not be tried again", culprit=True)
 
-    async def _restart(self) -> EngineProcess | None:
-        """Start engines until one is ready, and replay the live requests. None: given up."""
+    async def _restart(self, loss: Loss) -> EngineProcess | None:
+        """Start engines until one is ready, and replay the live requests. None: given up.
+
+        After a kill by others nothing speaks against engine or requests: the requests go on without a probe, which
+        would take a step of its own.
+        """
         while (pause := self._budget.pause(time.monotonic())) is not None:
             await asyncio.sleep(pause)
             self.restarts += 1
@@ -362,8 +370,12 @@ class Supervisor:
             if self._listener is not None:
                 self._listener.begins(plan)
             self.state = EngineState.READY
-            log.info("the engine is ready again; resuming %d requests", len(self._recovery))
-            process.send(self._recovery.prove())
+            counts = len(self._recovery), plan.blocks_taken_over
+            log.info("the engine is ready again; resuming %d requests; %d KV blocks are taken over", *counts)
+            if loss is Loss.KILL:
+                self._send_waiting()
+            else:
+                process.send(self._recovery.prove())
             self._spare.prepare()
             self.on_ready()
             return process
@@ -515,40 +527,3 @@ class Spare:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-class WeightsMemory:
-    """A memory file that one engine process fills with packed weights for the next ones.
-
-    A sealed file is kept. A file that an engine left unfinished is replaced.
-    """
-
-    def __init__(self) -> None:
-        self._fd: int | None = None
-
-    def for_next_engine(self) -> int | None:
-        """The descriptor of a sealed or empty file. None: the system has no memory files, so each engine loads anew."""
-        if self._fd is not None and not _is_sealed(self._fd):
-            self.close()
-        if self._fd is None:
-            with suppress(OSError, AttributeError):
-                self._fd = os.memfd_create("quire-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        return self._fd
-
-    @property
-    def is_filled(self) -> bool:
-        """Whether the next engine takes its weights from here."""
-        return self._fd is not None and _is_sealed(self._fd)
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Free the memory, once no engine has it mapped. Idempotent."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-
-def _is_sealed(fd: int) -> bool:
-    return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)

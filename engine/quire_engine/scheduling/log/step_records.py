@@ -37,7 +37,7 @@ class StepRecord:
     Every call that changes the scheduler's state has an ordinal, in the order of the calls. An event has one. A step
     has two, of its plan (`ordinal`) and of the application of its result (`applied_ordinal`); another step may be
     planned between them. Lines come in the order of `ordinal`, and no ordinal is missing in a complete log. A log that
-    begins with step 1 has every input of the plans, except the contents of the `restored_blocks` that were on disk from
+    begins with step 1 has every input of the plans, except the contents of the `restored_blocks` that were there from
     an earlier run.
 
         plan     at the time `planned_at`, for policies that use measured times.

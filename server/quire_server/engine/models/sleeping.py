@@ -56,6 +56,7 @@ class SleepingSupervisor(Supervisor):
             await self._process.reap(grace_seconds=_STEP_SECONDS)
             self._process = None
         self._recovery.set_aside()
+        self._pool.close()
         if not keeps_weights:
             self._weights.close()
 

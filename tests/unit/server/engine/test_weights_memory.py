@@ -11,7 +11,8 @@ import pytest
 
 from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineDead
-from quire_server.engine.supervisor import Supervisor, WeightsMemory
+from quire_server.engine.memory_files import WeightsMemory
+from quire_server.engine.supervisor import Supervisor
 from support.supervising import run
 
 # An engine that writes down what it was handed, then leaves something there, sealed or not, and ends.
