@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from starlette.types import ASGIApp
@@ -23,6 +23,7 @@ from quire_server.api_servers.session import Session
 from quire_server.engine.engines import Engines
 from quire_server.http.credentials import Credentials
 from quire_server.settings import ServerLimits, Settings
+from quire_server.settings.keys import TenantEntry
 from quire_server.state import ServerState
 
 COUNT_SECONDS = 0.5  # between two times that an API server tells what it has counted
@@ -188,7 +189,7 @@ class ApiServers:
         state, known = self._state, self._credentials.known
         keys = KnownKeys(
             api={digest.hex(): name for digest, name in known.api.items()},
-            tenants=tuple(entry.model_dump_json(by_alias=True) for entry in known.tenants),
+            tenants=told_tenants(known.tenants),
             certificates=self._certificates,
         )
         if state is None:
@@ -204,6 +205,11 @@ class ApiServers:
     def _reloaded(self) -> None:
         self._certificates += 1
         self.tell()
+
+
+def told_tenants(tenants: Iterable[TenantEntry]) -> tuple[str, ...]:
+    """Each tenant as JSON of what its entry has said: defaults are not all values that an entry may have."""
+    return tuple(entry.model_dump_json(by_alias=True, exclude_defaults=True) for entry in tenants)
 
 
 def of_each(settings: Settings, count: int) -> Settings:

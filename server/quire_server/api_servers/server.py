@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -69,6 +69,11 @@ async def _run(connection: socket.socket) -> int:
         inbox.pass_to(server.main.receive)
         await server.serve(socket.socket(fileno=start.listening))
     return 0
+
+
+def tenants_told(entries: Iterable[str]) -> tuple[TenantEntry, ...]:
+    """The tenants from their JSON."""
+    return tuple(_TENANT.validate_json(entry, by_name=False, by_alias=True) for entry in entries)
 
 
 def _application() -> Any:
@@ -167,7 +172,7 @@ class ApiServer:
         keys = told.keys
         self._credentials.adopt(
             {bytes.fromhex(digest): name for digest, name in keys.api.items()},
-            tuple(_TENANT.validate_json(entry, by_name=False, by_alias=True) for entry in keys.tenants),
+            tenants_told(keys.tenants),
         )
         if keys.certificates != self._certificates:
             self._certificates = keys.certificates
