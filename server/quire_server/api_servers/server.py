@@ -111,6 +111,7 @@ class ApiServer:
         self._settings, self._limits, self._link = settings, limits, link
         self._credentials = Credentials(settings)
         self._certificates = 0
+        self._adopting: asyncio.Task[None] | None = None  # reads a certificate
         self._tasks: set[asyncio.Task[None]] = set()
         self._state: ServerState | None = None
         self._requests = OpenRequests()
@@ -176,7 +177,7 @@ class ApiServer:
         )
         if keys.certificates != self._certificates:
             self._certificates = keys.certificates
-            self._do(self._credentials.adopt_certificate())
+            self._adopting = self._do(self._credentials.adopt_certificate())
         if self._state is not None:
             self._state.draining, self._state.stopping = told.draining, told.stopping
             self._state.adapters.mirror(told.adapters)
@@ -184,8 +185,7 @@ class ApiServer:
     def _obey(self, order: Order) -> None:
         match order.what:
             case "count":
-                counts = None if self._tally is None else self._tally.take()
-                self.main.send(Done(token=order.token, counts=counts))
+                self._count(order.token)
             case "idle":
                 self._do(self._idle(order.token))
             case "refuse":
@@ -195,11 +195,20 @@ class ApiServer:
                 if not self._closing.done():
                     self._closing.set_result(None)
 
+    def _count(self, token: int) -> None:
+        """Send the counts, which also says that everything told before holds: a new certificate too."""
+        if self._adopting is not None and not self._adopting.done():
+            self._adopting.add_done_callback(lambda _: self._count(token))
+            return
+        counts = None if self._tally is None else self._tally.take()
+        self.main.send(Done(token=token, counts=counts))
+
     async def _idle(self, token: int) -> None:
         await ended(self._requests.work())
         self.main.send(Done(token=token))
 
-    def _do(self, work: Any) -> None:
-        task = asyncio.create_task(work)
+    def _do(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
