@@ -46,6 +46,7 @@ class Simulation:
         guesses = SimulatedDrafter(self._share_of)
         speculate = partial(Speculation, guesses, plans_ahead=config.plans_ahead) if setup.speculation else None
         self._scheduler = Scheduler(config, speculate=speculate, columns_from=columns_from)
+        self._columns_from = self._scheduler._columns.fewest
         self._rows = DecodingRows()
         self._watch = watch
         self._leaps = leaps and watch is None and not setup.scheduler.plans_ahead and not setup.speculation
@@ -128,6 +129,8 @@ class Simulation:
     def _collect(self) -> None:
         batch, ended = self._in_flight.popleft()
         self._now = max(self._now, ended)
+        if self._columns_from is not None:  # where none is left waiting, leaps are likely, which take each by itself
+            self._scheduler._columns.fewest = self._columns_from if self._scheduler._roster.waiting else None
         decoded = self._rows.tokens(batch.decodes) if isinstance(batch, BatchInColumns) else None
         result = StepResult(samples=self._sampled(batch), decoded=decoded)
         outputs = self._scheduler.apply_columns(batch, result, self._now)
