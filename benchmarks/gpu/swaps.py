@@ -60,6 +60,9 @@ class Swapping:
     def forget_host_blocks(self, blocks: Sequence[int]) -> None:
         self._executor.forget_host_blocks(blocks)
 
+    def prepare(self) -> int:
+        return self._executor.prepare()
+
 
 def measured(
     shape: ModelShape, device: str, sizes: StepSizes, host_bytes: int = HOST_BYTES

@@ -55,6 +55,10 @@ class StepExecutor(Protocol):
         """These blocks of host memory will not be read again: delete their contents on disk."""
         ...
 
+    def prepare(self) -> int:
+        """Do one piece of work that a later step would wait for, some 30 ms; how many are left."""
+        ...
+
 
 class GrammarCompiler(Protocol):
     """Compiles grammars in parallel to the steps; `execution.constrained.grammars`, or a fake in tests."""
@@ -277,6 +281,10 @@ class Engine:
             self._stats_changed = True  # the next step, without a batch, reports the blocks written since the last one
         if self._grammars is not None:
             self._grammars.warm_up()
+
+    def prepare(self) -> bool:
+        """Do a piece of work that a later step would wait for, where there is one; whether there are more."""
+        return not self.has_work and self._executor.prepare() > 0
 
     def step(self) -> None:
         """Schedule and launch a step, collect and apply the earliest one, call `on_step` with the outputs.

@@ -452,6 +452,17 @@ class BoundLayers(Protocol):
         ...
 
 
+class BoundDecodes(Protocol):
+    """The layers of one model for steps of decodes."""
+
+    def __call__(self, x: Tensor, kv: Sequence[Tensor], step: StepInput) -> Tensor | None:
+        """x [T, H], the parts of the pool -> the rows [T, H] after the last layer, in x's memory.
+
+        None: nothing was done, as the step is not one of theirs.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceRows:
     """The parameters of R tokens to choose, in device memory; flags on the host tell which parameters any row uses.
@@ -556,6 +567,9 @@ class KernelSet:
     bind_layers(program) -> BoundLayers, or None
         For an implementation that would lose time between the ops of `layer_program`, of all layers in order. Bitwise
         the same as `layer_program.run_layers`.
+    bind_decodes(program) -> BoundDecodes | None, or None
+        For an implementation with fewer and larger ops for steps whose sequences have one row each. Sums may be in
+        another order than in single ops. None: the program is not one of its forms.
     join(collective) -> None, or None
         From now on the process is one of several ranks that compute every product together, each some columns, and
         gather them. An output column does not depend on the other columns of its call, so the bits stay. The matrices
@@ -595,6 +609,7 @@ class KernelSet:
     attention_scratch: Callable[[int, int, int, int], int] | None = None
     copy_blocks: Callable[[Tensor, Sequence[tuple[int, int]]], None] | None = None
     bind_layers: Callable[[Sequence[LayerOp]], BoundLayers] | None = None
+    bind_decodes: Callable[[Sequence[LayerOp]], BoundDecodes | None] | None = None
     join: Callable[[Collective], None] | None = None
     adapted: AdaptedOps | None = None  # None: adapters are refused
     pack_stored: Callable[[Sequence[Sequence[StoredMatrix]], Tensor | None], LinearWeight | None] | None = None

@@ -88,9 +88,11 @@ def test_the_set_is_made_for_the_gpus_instructions(capability, warp_groups, gpu,
     monkeypatch.setattr(triton_set, "make_triton_set", lambda **options: made.update(options) or REFERENCE)
     gpu(*capability)
     TritonProvider().make(replace(REQUIRED, kv=replace(KV, kv_type="fp8")))
-    assert made == {"kv_type": "fp8", "deterministic": False, "warp_groups": warp_groups}
+    ahead = capability >= (9, 0)
+    told = {"warp_groups": warp_groups, "ahead": ahead}
+    assert made == {"kv_type": "fp8", "deterministic": False, "chained": ahead, **told}
     TritonProvider().make(replace(REQUIRED, deterministic=True))
-    assert made == {"kv_type": "auto", "deterministic": True, "warp_groups": warp_groups}
+    assert made == {"kv_type": "auto", "deterministic": True, "chained": False, **told}
 
 
 @needs_triton

@@ -394,6 +394,9 @@ def test_what_fails_is_replaced_where_the_reference_fits():
     bound = replace(broken, bind_layers=raising)
     assert without(bound, ["embed"], reference_pool=False).bind_layers is raising
     assert without(bound, ["linear_add"], reference_pool=False).bind_layers is None
+    chained = replace(broken, bind_decodes=raising)
+    assert without(chained, ["embed"], reference_pool=False).bind_decodes is raising
+    assert without(chained, ["attention"], reference_pool=True).bind_decodes is None
     keeping = replace(REFERENCE, stored_bits=lambda *_: 4.5)
     assert without(keeping, ["norm_add"], reference_pool=False).stored_bits is not None
     assert without(keeping, ["linear_add"], reference_pool=False).stored_bits is None

@@ -119,6 +119,7 @@ class FakeExecutor:
         self.non_finite: set[int] = set()  # sequence ids: their next row holds a value that is not finite
         self.num_copies = 0
         self.forgotten: list[int] = []  # blocks of the host
+        self.pieces = 0  # of work to prepare
 
     def launch(self, batch: Batch) -> None:
         self.log.append(batch)
@@ -127,6 +128,10 @@ class FakeExecutor:
 
     def forget_host_blocks(self, blocks: Sequence[int]) -> None:
         self.forgotten += blocks
+
+    def prepare(self) -> int:
+        self.pieces = max(0, self.pieces - 1)
+        return self.pieces
 
     def collect(self) -> StepResult:
         return self.execute(self._launched.popleft())

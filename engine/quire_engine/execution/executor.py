@@ -6,6 +6,7 @@ fails alone. Build and the measurement of memory make the same executor.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -68,6 +69,10 @@ class StepRunner(Protocol):
         """Capture the graphs that take the most memory: in what they allocate all others find room."""
         ...
 
+    def capture_next(self) -> int:
+        """Capture one more graph that steps will likely need, with no step in flight; how many are left."""
+        ...
+
 
 class Executor:
     """See `engine.StepExecutor`. Owns the steps in flight and the host's blocks."""
@@ -121,6 +126,17 @@ class Executor:
 
     def capture_largest(self) -> None:
         self._runner.capture_largest()
+
+    def prepare(self) -> int:
+        """Capture one graph before a step needs it; how many are left. 0 with a step in flight."""
+        return 0 if self._in_flight else self._runner.capture_next()
+
+    def capture_ahead(self, seconds: float) -> int:
+        """Capture such graphs until none is left or the time is up; how many are left."""
+        end = time.monotonic() + seconds
+        while (left := self.prepare()) and time.monotonic() < end:
+            pass
+        return left
 
     def _begin(self, batch: Batch, *, graphs: bool) -> BegunStep:
         if not batch.num_tokens:  # none of them turned out to have a token to compute; others' blocks were swapped

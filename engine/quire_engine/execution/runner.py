@@ -91,6 +91,10 @@ class Runner:
     def capture_largest(self) -> None:
         """There are no graphs."""
 
+    def capture_next(self) -> int:
+        """There are none."""
+        return 0
+
     def _compute(self, batch: Batch) -> StepResult:
         step = step_tensors(batch, self._block_size, self._vocab_size, self._constraints.possible)
         if step.pending:

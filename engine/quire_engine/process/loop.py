@@ -162,6 +162,7 @@ class EngineLoop:
             if not self._poll.poll(timeout * 1000):
                 if not self._engine.has_work:
                     self._engine.rest()
+                    self._prepare()
                     if self._garbage is not None:
                         self._garbage.rest()
                     self.send(self._engine.health())
@@ -173,6 +174,12 @@ class EngineLoop:
             for frame in self._decoder.feed(data):
                 self._dispatch(frame)
             timeout = 0.0 if self._engine.has_work else HEARTBEAT_SECONDS
+
+    def _prepare(self) -> None:
+        """Do what later steps would wait for, until that is done or a frame arrives."""
+        while not self._poll.poll(0) and self._engine.prepare():
+            if time.monotonic() - self._sent > HEARTBEAT_SECONDS:
+                self.send(self._engine.health())
 
     def _dispatch(self, frame: Frame) -> None:
         match frame:

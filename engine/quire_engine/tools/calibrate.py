@@ -63,6 +63,9 @@ class TimedExecutor:
     def forget_host_blocks(self, blocks: Sequence[int]) -> None:
         self._inner.forget_host_blocks(blocks)
 
+    def prepare(self) -> int:
+        return self._inner.prepare()
+
 
 class Grid:
     """Runs loads of known sizes through an engine, cheap loads first, within a time limit."""

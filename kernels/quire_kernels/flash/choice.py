@@ -56,7 +56,9 @@ def with_flash_attention(
                     ops = FlashAttention(loaded, kernels.attention)
                     name = f"{kernels.name}+{library.name}"
                     # The calls of a step depend on the lengths of its sequences.
-                    return replace(kernels, attention=ops.attention, bounded_attention=False, name=name)
+                    return replace(
+                        kernels, attention=ops.attention, bounded_attention=False, bind_decodes=None, name=name
+                    )
         refusals.append(f"{library.name} {reason}")
     raise Unavailable(f"cannot take attention from flash-attn: {'; '.join(refusals)} (or set attention to auto)")
 

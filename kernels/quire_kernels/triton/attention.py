@@ -22,7 +22,7 @@ from quire_kernels.triton.decode_attention import attend_decode
 from quire_kernels.triton.pool import KVType, PoolSizes
 from quire_kernels.triton.prefill_attention import attend_prefill
 from quire_kernels.triton.rope_write import rope_write
-from quire_kernels.triton.tiling import decode_tiling, prefill_tiling
+from quire_kernels.triton.tiling import Tiling, decode_tiling, prefill_tiling
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class TritonAttention:
     def rope_write(  # noqa: PLR0917 - the op's contract
         self, qkv: Tensor, rope: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput
     ) -> Tensor:
-        sizes = self._sizes(shape, kv, layer, qkv.dtype)
+        sizes = self.sizes_of(shape, kv, layer, qkv.dtype)
         if sizes is None:
             return REFERENCE.rope_write(qkv, rope, shape, kv, layer, step)
         rows, dtype, device = len(step.positions), qkv.dtype, kv.device
@@ -92,13 +92,12 @@ class TritonAttention:
         return rope_write(qkv, rope, shape, kv, sizes, layer, step)
 
     def attention(self, q: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput) -> Tensor:
-        sizes = self._sizes(shape, kv, layer, q.dtype)
+        sizes = self.sizes_of(shape, kv, layer, q.dtype)
         if sizes is None:
             return REFERENCE.attention(q, shape, kv, layer, step)
         _require(q, (len(step.positions), shape.num_heads, shape.head_dim), q.dtype, kv.device, "q")
         plan = self._plan(step)
         out = torch.empty_like(q)
-        deterministic, warp_groups = self._deterministic, self._warp_groups
         if plan.longest_decode:
             attend_decode(
                 q,
@@ -109,7 +108,7 @@ class TritonAttention:
                 layer,
                 step,
                 longest=plan.longest_decode,
-                tiling=decode_tiling(shape, sizes, warp_groups=warp_groups, deterministic=deterministic),
+                tiling=self.decode_tiling(shape, sizes),
             )
         if plan.prefills:
             attend_prefill(
@@ -120,12 +119,16 @@ class TritonAttention:
                 sizes,
                 layer,
                 step,
-                tiling=prefill_tiling(shape, sizes, warp_groups=warp_groups, deterministic=deterministic),
-                joined=deterministic,
+                tiling=prefill_tiling(shape, sizes, warp_groups=self._warp_groups, deterministic=self._deterministic),
+                joined=self._deterministic,
             )
         return out.flatten(1)
 
-    def _sizes(self, shape: AttentionShape, kv: Tensor, layer: int, dtype: torch.dtype) -> PoolSizes | None:
+    def decode_tiling(self, shape: AttentionShape, sizes: PoolSizes) -> Tiling:
+        """The tiles of rows that are alone in their sequences."""
+        return decode_tiling(shape, sizes, warp_groups=self._warp_groups, deterministic=self._deterministic)
+
+    def sizes_of(self, shape: AttentionShape, kv: Tensor, layer: int, dtype: torch.dtype) -> PoolSizes | None:
         """The pool's sizes; None for a pool of the reference. ValueError for a pool of another model."""
         if self._pool is None or self._pool[0]() is not kv:
             self._pool = weakref.ref(kv), pool.pool_sizes(kv, head_dim=shape.head_dim)

@@ -1,17 +1,18 @@
 """Attention of sequences with one query row: parts of SPLIT keys are computed separately, then joined in order.
 
-Promises: parts are counted from position 0, so a row's bits depend on nothing else in the step; sequences with several
-rows are skipped.
+Promises: parts are counted from position 0, so a row's bits depend on nothing else in the step, nor on whether one
+program computes all parts of a row or several do; sequences with several rows are skipped.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire_kernels.kernel_set import AttentionInput, AttentionShape
 from quire_kernels.triton.pool import PoolSizes
@@ -45,6 +46,8 @@ def decode_parts(  # noqa: PLR0917
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    JOINED: tl.constexpr,
+    AHEAD: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -58,7 +61,14 @@ def decode_parts(  # noqa: PLR0917
     KV_BLOCK: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """One part of one sequence, for the query heads of one key head. Programs: (sequences, KV_HEADS, max_parts)."""
+    """One part of one sequence, for the query heads of one key head. Programs: (sequences, KV_HEADS, max_parts).
+
+    With JOINED max_parts is 1, and a program computes all parts and joins them. With AHEAD the launch begins before the
+    one before it has ended.
+    """
+    if AHEAD:
+        gdc_launch_dependents()
+        gdc_wait()
     local, head, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = first_sequence + local
     row = tl.load(query_starts + sequence)
@@ -80,26 +90,24 @@ def decode_parts(  # noqa: PLR0917
     held = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     place = row.to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
     query = tl.load(q + place, mask=held, other=0.0)
+    at_head = kv + layer.to(tl.int64) * KV_LAYER + head * KV_HEAD
+    table = block_tables + sequence.to(tl.int64) * table_stride
+    seen = tl.where(members < GROUP, length - 1, -1)
     peak, total, values = walk_keys(
-        query,
-        tl.where(members < GROUP, length - 1, -1),
-        kv + layer.to(tl.int64) * KV_LAYER + head * KV_HEAD,
-        block_tables + sequence.to(tl.int64) * table_stride,
-        tl.maximum(begin, part * SPLIT),
-        tl.minimum(length, part * SPLIT + SPLIT),
-        scale,
-        SOFTCAP,
-        ROWS,
-        TILE,
-        WINDOW,
-        HEAD_DIM,
-        BLOCK_D,
-        PAGE,
-        KV_HALF,
-        KV_BLOCK,
-        FP8,
-    )
-    if (first + 1) * SPLIT >= length:  # the only part
+        query, seen, at_head, table, tl.maximum(begin, part * SPLIT), tl.minimum(length, part * SPLIT + SPLIT), scale,
+        SOFTCAP, ROWS, TILE, WINDOW, HEAD_DIM, BLOCK_D, PAGE, KV_HALF, KV_BLOCK, FP8,
+    )  # fmt: skip
+    if JOINED:
+        for at in range((part + 1) * SPLIT, length, SPLIT):
+            part_peak, part_total, of_part = walk_keys(
+                query, seen, at_head, table, at, tl.minimum(length, at + SPLIT), scale,
+                SOFTCAP, ROWS, TILE, WINDOW, HEAD_DIM, BLOCK_D, PAGE, KV_HALF, KV_BLOCK, FP8,
+            )  # fmt: skip
+            peak, total, values = join_parts(peak, total, values, part_peak, part_total, of_part)
+    is_whole = (first + 1) * SPLIT >= length
+    if JOINED:
+        is_whole = length > 0
+    if is_whole:  # there is no other part
         if SINKS:
             total, values = with_sinks(peak, total, values, tl.load(sinks + heads, mask=members < GROUP, other=0.0))
         tl.store(out + place, (values / total[:, None]).to(out.dtype.element_ty), mask=held)
@@ -127,8 +135,12 @@ def decode_join(  # noqa: PLR0917
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Join the parts of one sequence's row and one head. Programs: (sequences, HEADS)."""
+    if AHEAD:
+        gdc_launch_dependents()
+        gdc_wait()
     local, head = tl.program_id(0), tl.program_id(1)
     sequence = first_sequence + local
     row = tl.load(query_starts + sequence)
@@ -160,17 +172,34 @@ def decode_join(  # noqa: PLR0917
     tl.store(out + place[None, :], result, mask=held[None, :])
 
 
-def _join_constants(shape: AttentionShape) -> dict[str, Any]:
-    """Compile-time constants and launch options of `decode_join`."""
-    return {
-        "HEADS": shape.num_heads,
-        "HEAD_DIM": shape.head_dim,
-        "BLOCK_D": block_d(shape),
-        "SPLIT": SPLIT,
-        "WINDOW": shape.window or 0,
-        "SINKS": shape.sinks is not None,
-        "num_warps": 1,
-    }
+class DecodeParts(NamedTuple):
+    """Memory for the parts of rows until they are joined."""
+
+    values: Tensor  # [sequences, heads, max_parts, HEAD_DIM] float32
+    sums: Tensor  # [2 (peak, total), sequences, heads, max_parts] float32
+    max_parts: int
+
+
+def num_parts(shape: AttentionShape, longest: int) -> int:
+    """The parts of a row's keys at most, in contexts of up to `longest` tokens."""
+    found = -(-longest // SPLIT)
+    return found if shape.window is None else min(found, -(-shape.window // SPLIT) + 1)
+
+
+def parts_together(shape: AttentionShape, num_sequences: int, max_parts: int) -> int:
+    """The sequences whose parts there is memory for at once."""
+    each = 4 * shape.num_heads * max_parts * shape.head_dim
+    return num_sequences if max_parts == 1 else max(1, min(num_sequences, SCRATCH_BYTES // each))
+
+
+def new_parts(shape: AttentionShape, num_sequences: int, max_parts: int, device: torch.device) -> DecodeParts:
+    """Unused, hence small, if every row has one part; the dtypes are the same, so the kernel is too."""
+    kept = (num_sequences, shape.num_heads, max_parts) if max_parts > 1 else (1, 1, 1)
+    return DecodeParts(
+        torch.empty(*kept, shape.head_dim, dtype=torch.float32, device=device),
+        torch.empty(2, *kept, dtype=torch.float32, device=device),
+        max_parts,
+    )
 
 
 def decode_scratch(num_sequences: int, longest: int, num_heads: int, head_dim: int) -> int:
@@ -178,6 +207,79 @@ def decode_scratch(num_sequences: int, longest: int, num_heads: int, head_dim: i
     each = 4 * num_heads * -(-longest // SPLIT) * head_dim
     values = min(num_sequences * each, max(SCRATCH_BYTES, each))
     return values + 2 * values // head_dim  # with the sums
+
+
+def launch_parts(  # noqa: PLR0917
+    q: Tensor,
+    out: Tensor,
+    shape: AttentionShape,
+    kv: Tensor,
+    sizes: PoolSizes,
+    layer: int,
+    step: AttentionInput,
+    parts: DecodeParts,
+    tiling: Tiling,
+    *,
+    first: int = 0,
+    joined: bool = False,
+    ahead: bool = False,
+) -> None:
+    """The parts of as many sequences as there is memory for, from the `first` on; rows that are whole go to out."""
+    served = len(step.context_lens) - first
+    if parts.max_parts > 1 and not joined:
+        served = min(served, len(parts.values))
+    decode_parts[served, shape.num_kv_heads, 1 if joined else parts.max_parts](
+        q,
+        out,
+        kv,
+        step.query_starts,
+        step.context_lens,
+        step.block_tables,
+        parts.values,
+        parts.sums,
+        shape.sinks,
+        layer,
+        step.block_tables.stride(0),
+        first,
+        parts.max_parts,
+        shape.scale * LOG2_E,
+        SPLIT=SPLIT,
+        JOINED=joined,
+        AHEAD=ahead,
+        **tiling.constants(shape, sizes),
+        **launch_ahead(ahead),
+    )
+
+
+def launch_join(
+    out: Tensor, shape: AttentionShape, step: AttentionInput, parts: DecodeParts, *, first: int = 0, ahead: bool = False
+) -> None:
+    """Join what `launch_parts` left in parts."""
+    served = min(len(step.context_lens) - first, len(parts.values))
+    decode_join[served, shape.num_heads](
+        out,
+        step.query_starts,
+        step.context_lens,
+        parts.values,
+        parts.sums,
+        shape.sinks,
+        first,
+        parts.max_parts,
+        HEADS=shape.num_heads,
+        HEAD_DIM=shape.head_dim,
+        BLOCK_D=block_d(shape),
+        SPLIT=SPLIT,
+        WINDOW=shape.window or 0,
+        SINKS=shape.sinks is not None,
+        AHEAD=ahead,
+        num_warps=1,
+        **launch_ahead(ahead),
+    )
+
+
+def launch_ahead(ahead: bool) -> dict[str, bool]:
+    """The launch option of kernels that may begin before the launch before them has ended."""
+    return {"launch_pdl": True} if ahead else {}
 
 
 def attend_decode(  # noqa: PLR0917
@@ -193,41 +295,10 @@ def attend_decode(  # noqa: PLR0917
     tiling: Tiling,
 ) -> None:
     """Fill the rows of out [T, Hq, D] of sequences with one row; their contexts have at most `longest` tokens."""
-    max_parts = -(-longest // SPLIT)
-    if shape.window is not None:
-        max_parts = min(max_parts, -(-shape.window // SPLIT) + 1)
-    num_sequences = len(step.context_lens)
-    together, kept = (
-        num_sequences,
-        (1, 1, 1),
-    )  # unused if every row has one part; the dtypes are the same, so the kernel is too
-    if max_parts > 1:
-        together = max(1, min(num_sequences, SCRATCH_BYTES // (4 * shape.num_heads * max_parts * shape.head_dim)))
-        kept = (together, shape.num_heads, max_parts)
-    values = torch.empty(*kept, shape.head_dim, dtype=torch.float32, device=q.device)
-    sums = torch.empty(2, *kept, dtype=torch.float32, device=q.device)
-    constants, joining = tiling.constants(shape, sizes), _join_constants(shape)
+    max_parts, num_sequences = num_parts(shape, longest), len(step.context_lens)
+    together = parts_together(shape, num_sequences, max_parts)
+    parts = new_parts(shape, together, max_parts, q.device)
     for first in range(0, num_sequences, together):
-        served = min(together, num_sequences - first)
-        decode_parts[served, shape.num_kv_heads, max_parts](
-            q,
-            out,
-            kv,
-            step.query_starts,
-            step.context_lens,
-            step.block_tables,
-            values,
-            sums,
-            shape.sinks,
-            layer,
-            step.block_tables.stride(0),
-            first,
-            max_parts,
-            shape.scale * LOG2_E,
-            SPLIT=SPLIT,
-            **constants,
-        )
+        launch_parts(q, out, shape, kv, sizes, layer, step, parts, tiling, first=first)
         if max_parts > 1:
-            decode_join[served, shape.num_heads](
-                out, step.query_starts, step.context_lens, values, sums, shape.sinks, first, max_parts, **joining
-            )
+            launch_join(out, shape, step, parts, first=first)

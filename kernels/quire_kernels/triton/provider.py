@@ -22,6 +22,7 @@ from quire_kernels.triton.pool import DTYPES, unsupported
 
 LEAST_TRITON = (3, 6)
 LEAST_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
+LEAST_AHEAD = (9, 0)  # programmatic dependent launch
 WARP_GROUPS = (9, 10)  # major compute capabilities; 12.x has the instructions of 8.x
 _DISTRIBUTIONS = ("triton", "pytorch-triton")  # the second one comes with torch's nightly builds
 _OUT_OF_REACH = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -62,6 +63,8 @@ class TritonProvider:
             kv_type="fp8" if required.kv.kv_type == "fp8" else "auto",
             deterministic=required.deterministic,
             warp_groups=major in WARP_GROUPS,
+            chained=not required.deterministic and (major, minor) >= LEAST_AHEAD,
+            ahead=(major, minor) >= LEAST_AHEAD,
         )
         if required.attention != "flash-attn":
             return kernels

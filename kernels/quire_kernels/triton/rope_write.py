@@ -22,7 +22,7 @@ _ELEMENTS = 2048  # elements per program: 16 for each of its threads
 
 
 @triton.jit
-def _rms_norm(first, second, chosen, norm, half, held, eps, stored: tl.constexpr, HEAD_DIM: tl.constexpr):  # noqa: PLR0917
+def norm_halves(first, second, chosen, norm, half, held, eps, stored: tl.constexpr, HEAD_DIM: tl.constexpr):  # noqa: PLR0917
     """Both halves of heads [HEADS, HALF], normed if `chosen` [HEADS, 1]; rounded as in the reference."""
     square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
     root = tl.sqrt_rn(square / HEAD_DIM + eps)[:, None]
@@ -32,6 +32,32 @@ def _rms_norm(first, second, chosen, norm, half, held, eps, stored: tl.constexpr
     normed_low = (tl.div_rn(first, root).to(dtype).to(tl.float32) * low).to(stored).to(tl.float32)
     normed_high = (tl.div_rn(second, root).to(dtype).to(tl.float32) * high).to(stored).to(tl.float32)
     return tl.where(chosen, normed_low, first), tl.where(chosen, normed_high, second)
+
+
+@triton.jit
+def write_halves(  # noqa: PLR0917
+    kv, runs, offset, first, second, half, held, written, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, FP8: tl.constexpr
+):
+    """Both halves of keys or values [N, HALF] into the pool: of those that are `written`, at `offset` of a head's page.
+
+    `runs` [N]: where the pages begin. `offset` may be one for all.
+    """
+    into = kv + (runs + offset * HEAD_DIM)[:, None] + half[None, :]
+    inside = written[:, None] & held[None, :]
+    if FP8:
+        low, high = first.to(tl.float32), second.to(tl.float32)
+        most = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+        largest = tl.zeros_like(most) + _LARGEST
+        inverse = tl.where(most > 1e-30, tl.div_rn(largest, most), 0.0)[:, None]
+        # The maximum ignores NaN, the sum does not: it makes the scale NaN, and so every value that is read.
+        broken = tl.sum(low * 0.0, 1) + tl.sum(high * 0.0, 1)
+        tl.store(into, encode_e4m3(low * inverse), mask=inside)
+        tl.store(into + HEAD_DIM // 2, encode_e4m3(high * inverse), mask=inside)
+        at_scale = (kv + runs + PAGE * HEAD_DIM).to(tl.pointer_type(tl.float32)) + offset
+        tl.store(at_scale, tl.div_rn(most, largest) + broken, mask=written)
+    else:
+        tl.store(into, first, mask=inside)
+        tl.store(into + HEAD_DIM // 2, second, mask=inside)
 
 
 @triton.jit(do_not_specialize=("layer",), do_not_specialize_on_alignment=("positions", "kv_slots"))
@@ -75,10 +101,10 @@ def rope_write_heads(  # noqa: PLR0917
     plain_first, plain_second = first, second
     stored: tl.constexpr = q.dtype.element_ty
     if NORM_Q:
-        first, second = _rms_norm(first, second, is_query[:, None], q_norm, half, held, eps, stored, HEAD_DIM)
+        first, second = norm_halves(first, second, is_query[:, None], q_norm, half, held, eps, stored, HEAD_DIM)
     if NORM_K:
         is_key = (heads >= GROUP * KV_HEADS) & (heads < (GROUP + 1) * KV_HEADS)
-        first, second = _rms_norm(first, second, is_key[:, None], k_norm, half, held, eps, stored, HEAD_DIM)
+        first, second = norm_halves(first, second, is_key[:, None], k_norm, half, held, eps, stored, HEAD_DIM)
 
     if NORM_V:
         square = tl.sum(plain_first * plain_first, 1) + tl.sum(plain_second * plain_second, 1)
@@ -100,25 +126,8 @@ def rope_write_heads(  # noqa: PLR0917
     slot = tl.load(kv_slots + row)
     key_head = (heads - GROUP * KV_HEADS) % KV_HEADS
     run = slot // PAGE * KV_BLOCK + layer * KV_LAYER + is_value.to(tl.int32) * KV_HALF + key_head * KV_HEAD
-    written = (exists & (heads >= GROUP * KV_HEADS))[:, None] & held[None, :]
-    into = kv + (run + slot % PAGE * HEAD_DIM)[:, None] + half[None, :]
-    if FP8:
-        low, high = turned_first.to(tl.float32), turned_second.to(tl.float32)
-        most = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
-        inverse = tl.where(most > 1e-30, tl.div_rn(tl.full([HEADS], _LARGEST, tl.float32), most), 0.0)[:, None]
-        # The maximum ignores NaN, the sum does not: it makes the scale NaN, and so every value that is read.
-        broken = tl.sum(low * 0.0, 1) + tl.sum(high * 0.0, 1)
-        tl.store(into, encode_e4m3(low * inverse), mask=written)
-        tl.store(into + HEAD_DIM // 2, encode_e4m3(high * inverse), mask=written)
-        at_scale = (kv + run + PAGE * HEAD_DIM).to(tl.pointer_type(tl.float32)) + slot % PAGE
-        tl.store(
-            at_scale,
-            tl.div_rn(most, tl.full([HEADS], _LARGEST, tl.float32)) + broken,
-            mask=exists & (heads >= GROUP * KV_HEADS),
-        )
-    else:
-        tl.store(into, turned_first, mask=written)
-        tl.store(into + HEAD_DIM // 2, turned_second, mask=written)
+    is_stored = exists & (heads >= GROUP * KV_HEADS)
+    write_halves(kv, run, slot % PAGE, turned_first, turned_second, half, held, is_stored, PAGE, HEAD_DIM, FP8)
 
 
 def rope_write_options(shape: AttentionShape, sizes: PoolSizes) -> dict[str, Any]:

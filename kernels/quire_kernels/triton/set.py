@@ -7,7 +7,7 @@ Launches of a layer: the norm, the QKV product, rope_write, attention, the O pro
 gate-up product, the gate, the down product with the residual. These are nine if attention is one launch: in steps of
 contexts of up to 256 tokens and in steps of prefill rows only. Longer decode rows take one more launch to join their
 parts, and a step with both kinds of rows launches both: ten or eleven. An O or down product with a bias takes one more,
-unless `deterministic`.
+unless `deterministic`. Steps of decodes alone take fewer on newer GPUs: see `decode_chain`.
 
 The join is a launch of its own instead of the work of the last program of a row. With the latter, programs would pass
 their parts through an atomic counter. That a program's stores are visible after its atomic relies on an order of
@@ -17,6 +17,8 @@ this memory. A launch boundary guarantees the order.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from quire_kernels.triton.attention import TritonAttention
 from quire_kernels.triton.choose import choose
 from quire_kernels.triton.copy_blocks import copy_blocks
 from quire_kernels.triton.decode_attention import decode_scratch
+from quire_kernels.triton.decode_chain import bind_decodes
 from quire_kernels.triton.experts import ExpertOps
 from quire_kernels.triton.norm import norm_add, rms_norm
 from quire_kernels.triton.pool import KVType
@@ -36,12 +39,22 @@ from quire_kernels.triton.product import TiledProduct, TorchProduct
 from quire_kernels.triton.stored_product import StoredLinear, StoredProduct, pack_stored, stored_bits
 
 
-def make_triton_set(*, kv_type: KVType = "auto", deterministic: bool = False, warp_groups: bool = True) -> KernelSet:
+def make_triton_set(
+    *,
+    kv_type: KVType = "auto",
+    deterministic: bool = False,
+    warp_groups: bool = True,
+    chained: bool = False,
+    ahead: bool = False,
+) -> KernelSet:
     """The set for bfloat16 and float16 models.
 
     `kv_type`: type of the stored keys and values. `deterministic`: see the module. `warp_groups`: whether the GPU has
-    compute capability 9.x or 10.x, whose matrix instructions use groups of four warps.
+    compute capability 9.x or 10.x, whose matrix instructions use groups of four warps. `chained`: steps of decodes take
+    the launches of `decode_chain`; with `ahead` each begins before the one before it has ended, which takes 9.0.
     """
+    if chained and deterministic:
+        raise ValueError("a decode's row would have other bits than the same row in a prompt")
     attention = TritonAttention(kv_type, warp_groups=warp_groups, deterministic=deterministic)
     linear = LinearOps(TiledProduct() if deterministic else TorchProduct(), StoredProduct(same_tiles=deterministic))
     experts = ExpertOps(same_tiles=deterministic)
@@ -70,6 +83,7 @@ def make_triton_set(*, kv_type: KVType = "auto", deterministic: bool = False, wa
         greedy=linear.greedy,
         choose=choose,
         copy_blocks=copy_blocks,
+        bind_decodes=partial(bind_decodes, attention, ahead=ahead) if chained else None,
         new_kv=attention.new_kv,
         kv_part=attention.kv_part,
         kv_block_bytes=attention.kv_block_bytes,

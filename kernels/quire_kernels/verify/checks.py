@@ -12,7 +12,7 @@ from quire_kernels.verify.attention import AttentionChecks
 from quire_kernels.verify.experts import ExpertChecks, ExpertSizes, RoutingForm
 from quire_kernels.verify.findings import Check, Subject
 from quire_kernels.verify.heads import Heads
-from quire_kernels.verify.layers import layers_check
+from quire_kernels.verify.layers import decodes_check, layers_check
 from quire_kernels.verify.linear import LinearChecks, Matrix, embed_check
 from quire_kernels.verify.operands import Numbers
 from quire_kernels.verify.stored import StoredChecks
@@ -90,6 +90,8 @@ def linear_checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
             yield from ExpertChecks(subject, experts, ROWS).checks()
     if subject.kernels.bind_layers is not None:
         yield layers_check(subject, sizes.heads, hidden=sizes.hidden, inner=min(sizes.inner, _MOST_INNER))
+    if subject.kernels.bind_decodes is not None:
+        yield decodes_check(subject, sizes.heads, hidden=sizes.hidden, inner=min(sizes.inner, _MOST_INNER))
 
 
 def attention_checks(subject: Subject, heads: Heads, *, own: bool) -> Iterator[Check]:
@@ -114,6 +116,8 @@ def short_checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
         yield from AttentionChecks(subject, sizes.heads, kind, (1, 33, 300), _FEW_ROWS).checks()
     if subject.kernels.bind_layers is not None:
         yield layers_check(subject, sizes.heads, hidden=sizes.hidden, inner=min(sizes.inner, _MOST_INNER))
+    if subject.kernels.bind_decodes is not None:
+        yield decodes_check(subject, sizes.heads, hidden=sizes.hidden, inner=min(sizes.inner, _MOST_INNER))
 
 
 def _kinds(subject: Subject) -> tuple[Numbers, ...]:

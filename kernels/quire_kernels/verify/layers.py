@@ -1,4 +1,4 @@
-"""Compares a set's bound layers with its own single ops, bitwise.
+"""Compares a set's bound layers with its own single ops, bitwise; and its layers of decodes, by what roundings cost.
 
 Promises: two layers with every option; the mixed step asks for some of its rows. Must not know: models, the engine.
 """
@@ -19,6 +19,7 @@ from quire_kernels.kernel_set import (
     GateMixed,
     GateWide,
     KeepSampled,
+    KernelSet,
     LayerOp,
     LinearAdd,
     MixExperts,
@@ -32,13 +33,17 @@ from quire_kernels.kernel_set import (
     expert_rows,
 )
 from quire_kernels.layer_program import run_layers
-from quire_kernels.verify.findings import Check, Outcome, Subject, same, together
+from quire_kernels.reference import REFERENCE
+from quire_kernels.verify.findings import Check, Outcome, Subject, compared_alone, same, together
 from quire_kernels.verify.heads import Heads
 from quire_kernels.verify.operands import Source
 from quire_kernels.verify.steps import Slice, Tables
 
 _EPS = 1e-6
 _LENGTHS = (70, 1, 40, 17)
+# Of decodes: two parts of keys and one, and enough rows for every tile.
+_DECODED = (300, 33, 1, *range(2, 32))
+_MOST_OFF = 3.0  # times what the same roundings cost in single ops
 _PARTS = ((0, 30, 40), (1, 0, 1), (2, 39, 1), (3, 0, 17))  # sequence, start, rows
 
 
@@ -125,3 +130,93 @@ def _layer(  # noqa: PLR0917 - the sizes of a layer
     if not last and kernels.pack_router is not None and kernels.gate_rows is not None:
         yield GateWide(norm=Norm(vector(hidden), _EPS), weight=kernels.pack_router(matrix(1, hidden), None))
     yield LinearAdd(source="wide", weight=kernels.pack_linear(matrix(hidden, inner), vector(hidden)))
+
+
+def decodes_check(subject: Subject, heads: Heads, *, hidden: int, inner: int) -> Check:
+    """The check for a set that has `bind_decodes`.
+
+    Its rows may be as far from those in float32 as the set's own single ops are, by their norm, and a little further: a
+    rounding moves either by as much, in another direction. Rows alone are compared with the batch.
+    """
+
+    def run() -> Outcome:
+        kernels, device, dtype = subject.kernels, subject.device, subject.dtype
+        assert kernels.bind_decodes is not None
+        tables = Tables(_DECODED, heads.block_size)
+        pool = (tables.num_blocks, 2, heads.num_kv_heads, heads.block_size, heads.head_dim)
+        history = tables.step([Slice(s, 0, n - 1) for s, n in enumerate(_DECODED) if n > 1], device)
+        rows = [Slice(s, n - 1, 1) for s, n in enumerate(_DECODED)]
+        each = replace(tables.step(rows, device), sampled=None)
+        known = Source(hidden).normal(len(history.positions), hidden).to(device, dtype)
+        x = Source(inner).normal(len(rows), hidden).to(device, dtype)
+
+        def by(ops: KernelSet, kind: torch.dtype) -> tuple[Tensor, Tensor, list[LayerOp]]:
+            program = list(_plain_layers(ops, heads, dtype, kind, device, hidden=hidden, inner=inner))
+            kv = ops.new_kv(*pool, kind, device)
+            run_layers(ops, program, known.to(kind), [kv], history)
+            before = kv.clone()
+            return run_layers(ops, program, x.to(kind), [kv], each).clone(), before, program
+
+        exact, _, _ = by(REFERENCE, torch.float32)
+        single, kv, program = by(kernels, dtype)
+        chain = kernels.bind_decodes(program)
+        if chain is None:
+            return Outcome()
+        found = chain(x.clone(), [kv.clone()], each)
+        if found is None:
+            return Outcome(problem="a step of decodes was refused")
+        allowed = _MOST_OFF * float((single.float() - exact).norm())
+        off = float((found.float() - exact).norm())
+        if not off <= allowed:
+            return Outcome(share=off / allowed, problem=f"the rows are off by {off:.3g}, and {allowed:.3g} are allowed")
+        outcomes = [Outcome(share=off / allowed)]
+        for at, row in enumerate(rows[:4]):
+            alone = chain(x[at : at + 1].clone(), [kv.clone()], replace(tables.step([row], device), sampled=None))
+            equal = alone is not None and torch.equal(alone, found[at : at + 1])
+            outcomes.append(compared_alone(equal, subject, f"row {at}"))
+        return together(*outcomes)
+
+    return Check(op="bind_decodes", case=f"two layers of decodes, {heads}", run=run)
+
+
+def _plain_layers(
+    ops: KernelSet,
+    heads: Heads,
+    rounded: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    hidden: int,
+    inner: int,
+) -> Iterator[LayerOp]:
+    """Two layers of numbers that are exact in the type `rounded`, in the type `dtype`."""
+    source, width = Source(hidden + inner), heads.head_dim
+
+    def matrix(outputs: int, inputs: int) -> Tensor:
+        return source.normal(outputs, inputs).div(math.sqrt(inputs)).to(device, rounded).to(dtype)
+
+    def vector(size: int) -> Tensor:
+        return (1 + 0.2 * source.normal(size)).to(device, rounded).to(dtype)
+
+    angles = source.normal(max(_DECODED), width // 2)
+    rope = torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
+    projected = heads.num_heads * width
+    for layer in range(2):
+        shape = AttentionShape(
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=width,
+            scale=width**-0.5,
+            window=heads.window,
+            q_norm=vector(width) if heads.norms else None,
+            k_norm=vector(width) if heads.norms else None,
+            norm_eps=_EPS,
+        )
+        total = projected + 2 * heads.num_kv_heads * width
+        yield NormLinear(norm=Norm(vector(hidden), _EPS), weight=ops.pack_linear(matrix(total, hidden), vector(total)))
+        yield RopeWrite(shape=shape, rope=rope, layer=layer)
+        yield Attend(shape=shape, layer=layer)
+        yield LinearAdd(source="mixed", weight=ops.pack_linear(matrix(hidden, projected), None))
+        gate_up = ops.pack_gate_up(matrix(inner, hidden), matrix(inner, hidden), None)
+        yield NormGateUp(norm=Norm(vector(hidden), _EPS), weight=gate_up, activation="silu")
+        yield LinearAdd(source="wide", weight=ops.pack_linear(matrix(hidden, inner), None))

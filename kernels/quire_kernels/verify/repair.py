@@ -17,6 +17,14 @@ _FASTER = {
     "choose": {"choose"},
     "copy_blocks": {"copy_blocks"},
     "pack_stored": {"pack_stored"},
+    "bind_decodes": {
+        "bind_decodes",
+        "norm_linear",
+        "norm_gate_up",
+        "linear_add",
+        "rope_write",
+        "attention",
+    },
     "bind_layers": {
         "bind_layers",
         "norm_linear",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from quire_kernels.triton.set import make_triton_set
+from quire_kernels.verify import layers
 from quire_kernels.verify.checks import ModelSizes, short_checks
 from quire_kernels.verify.findings import Subject
 from quire_kernels.verify.heads import Heads
@@ -16,13 +19,31 @@ HEADS = Heads(num_heads=4, num_kv_heads=2, head_dim=32, block_size=16)
 SIZES = ModelSizes(hidden=64, inner=96, heads=HEADS, vocabulary=200)
 
 
+@pytest.mark.parametrize("kv_type", ["auto", pytest.param("fp8", marks=pytest.mark.sim)])
+def test_layers_of_decodes_are_held_to_single_ops(kv_type, monkeypatch):
+    """As they are, and with the rows of another step: 3 sequences there, of 4 rows whose bits are compared alone."""
+    monkeypatch.setattr(layers, "_DECODED", (300, 5, 1, 2))
+    kernels = make_triton_set(kv_type=kv_type, chained=True)
+    subject = Subject(kernels=kernels, device=DEVICE, dtype=torch.bfloat16, kv_type=kv_type)
+    found = layers.decodes_check(subject, HEADS, hidden=64, inner=96).run()
+    assert (found.problem, found.alone) == ("", True)
+    assert 0 < found.share <= 1
+
+    def wrong(program):
+        bound = kernels.bind_decodes(program)
+        return lambda x, kv, step: bound(x, kv, step).mul_(1.1)
+
+    subject = replace(subject, kernels=replace(kernels, bind_decodes=wrong))
+    assert "are allowed" in layers.decodes_check(subject, HEADS, hidden=64, inner=96).run().problem
+
+
 @pytest.mark.sim
 @pytest.mark.parametrize(
     ("dtype", "kv_type", "deterministic"),
     [(torch.bfloat16, "auto", True), (torch.bfloat16, "fp8", False), (torch.float16, "auto", False)],
 )
 def test_the_set_passes(dtype, kv_type, deterministic):
-    kernels = make_triton_set(kv_type=kv_type, deterministic=deterministic)
+    kernels = make_triton_set(kv_type=kv_type, deterministic=deterministic, chained=not deterministic)
     subject = Subject(kernels=kernels, device=DEVICE, dtype=dtype, kv_type=kv_type, alone=deterministic)
     found = list(run_checks(short_checks(subject, SIZES), device=DEVICE, patience=600.0))
     assert {each.op for each in found} >= {"norm_linear", "rope_write", "attention", "greedy"}

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps, each captured when first needed: steps of decodes whole, others up to the hidden states.
+"""CUDA graphs of steps, each captured ahead or when needed: steps of decodes whole, others up to the hidden states.
 
 Promises: a bucket's first step is computed eagerly and is the warm-up of its capture; what cannot be captured is
 computed eagerly, logged once. Must not know: sampling.
@@ -27,6 +27,9 @@ _SEQUENCES = (2, 8, 32, 128, 512)  # of such steps: those that are added have no
 MOST_MIXED_ROWS = _MIXED_SIZES[-1]
 MOST_GRAPHS = 128
 _MOST_MIXED = 64  # of them
+_MOST_AHEAD = 96  # captured ahead: the others are left for steps that nobody foresaw
+_FIRST_CONTEXTS = 2  # that are captured ahead before any step was that long
+_LIKELY = (0, DRAWS)  # choices that are captured ahead before any request asked for them
 GRAPH_BYTES = 2 << 20  # of one beside the memory that all share: its nodes and their arguments
 
 
@@ -98,6 +101,25 @@ class StepGraphs:
         """The bucket that takes the most memory. Captured first, its pool has room for every other graph."""
         return Bucket(self._sizes[-1], self._contexts[-1], DRAWS | LIMITS_K | LIMITS_P)
 
+    def missing(self) -> list[Bucket | MixedBucket]:
+        """The graphs that steps will likely need, the next one first: none where no memory is left for them.
+
+        Of short contexts before long ones, up to those that steps had; of many rows before few, as a step of many rows
+        waits longest for its launches; and with the choices that requests asked for.
+        """
+        known = [bucket for bucket in self._captured if isinstance(bucket, Bucket)]
+        longest = max((bucket.context for bucket in known if bucket != self.largest), default=0)
+        flags = dict.fromkeys((*_LIKELY, *(bucket.flags for bucket in known)))
+        found: list[Bucket | MixedBucket] = []
+        for index, context in enumerate(self._contexts):
+            if index >= _FIRST_CONTEXTS and context > longest:
+                break
+            found += [Bucket(size, context, each) for size in reversed(self._sizes) for each in flags]
+            found += [MixedBucket(size, self._sequences[0], context) for size in reversed(self._mixed_sizes)]
+        room = 0 if self._full else _MOST_AHEAD - len(self)
+        missing = [bucket for bucket in found if bucket not in self._captured and bucket not in self._eager]
+        return missing[: max(0, room)]
+
     def run(self, bucket: Bucket | MixedBucket, compute: Callable[[], Tensor]) -> Tensor:
         """Issue the bucket's step, whose input has been sent: its result, which holds until the next step.
 
@@ -129,6 +151,10 @@ class StepGraphs:
             self._stay_eager(bucket, f"capturing it failed: {error}")
             return
         self._captured[bucket] = _Captured(graph, self._device.borrow(kept[0]))
+
+    def leave(self, bucket: Bucket | MixedBucket) -> None:
+        """The device's memory is too small for such a step beside what is there: do not capture it."""
+        self._stay_eager(bucket, "the device's memory is too small for it")
 
     def _stay_eager(self, bucket: Bucket | MixedBucket, reason: str) -> None:
         self._eager.add(bucket)

@@ -164,9 +164,29 @@ class GpuRunner:
         """Capture the graphs that take the most memory: in what they allocate all others find room."""
         bucket, mixed = self._graphs.largest, self._graphs.largest_mixed
         with self.work():
-            self._run(bucket, self._send_decodes(StepArrays(), bucket))
+            self._run_empty(bucket)
             if mixed is not None:
-                self._run_mixed(StepArrays(), mixed)
+                self._run_empty(mixed)
+
+    def capture_next(self) -> int:
+        """Capture one graph that steps will likely need, while no step is in flight; how many are left."""
+        missing = self._graphs.missing()
+        if not missing:
+            return 0
+        with self.work():
+            try:
+                self._run_empty(missing[0])
+            except torch.OutOfMemoryError:  # of its eager step, before the capture
+                self._graphs.leave(missing[0])
+                self._device.release()
+        return len(self._graphs.missing())
+
+    def _run_empty(self, bucket: Bucket | MixedBucket) -> None:
+        """A step of padding alone."""
+        if isinstance(bucket, MixedBucket):
+            self._run_mixed(StepArrays(), bucket)
+        else:
+            self._run(bucket, self._send_decodes(StepArrays(), bucket))
 
     def _place(self) -> _Place:
         """Of the step to come: the other region than the last step's, so that a step which has to be computed again

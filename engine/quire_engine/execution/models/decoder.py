@@ -40,6 +40,7 @@ class Decoder:
         self._bound: BoundLayers | None = None
         if kernels.bind_layers is not None:
             self._bound = kernels.bind_layers(weights.program)
+        self._decodes = None if kernels.bind_decodes is None else kernels.bind_decodes(weights.program)
 
     @property
     def packed_bytes(self) -> int | None:
@@ -61,6 +62,10 @@ class Decoder:
         if self.config.bidirectional and tuple(step.query_lens) != tuple(step.kv_lens):
             raise ValueError("a prompt of a bidirectional model must be computed whole")
         x, pool = self.embed(step.input_ids), self._pool(kv)
+        if self._decodes is not None and step.adapters is None:
+            decoded = self._decodes(x, pool, step)
+            if decoded is not None:
+                return decoded
         if self._bound is not None:
             return self._bound(x, pool, step, step.adapters)
         return run_layers(self._kernels, self._weights.program, x, pool, step, step.adapters)
