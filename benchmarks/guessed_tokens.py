@@ -160,6 +160,7 @@ class Written:
 
     def __init__(self, executor: StepExecutor) -> None:
         self.max_in_flight, self.forget_host_blocks = executor.max_in_flight, executor.forget_host_blocks
+        self.prepare = executor.prepare
         self.wholes: dict[tuple[int, ...], tuple[int, ...]] = {}  # by prompt: prompt and answer
         self._executor = executor
         self._launched: deque[Batch] = deque()

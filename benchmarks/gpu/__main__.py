@@ -1,7 +1,8 @@
 """`make gpu-bench`, or `python -m gpu` with the project's folders in PYTHONPATH: under nine minutes on one GPU.
 
-Promises: needs torch, triton, numpy and safetensors, and no network; a machine without a GPU is told in one line; a
-part that fails is named and the others are measured. Must not know: how anything is measured or shown.
+Promises: needs torch, triton, numpy and safetensors, and no network; a machine without a GPU is told in one line; each
+part can run alone, and the most wanted come first; a part that fails, that this machine cannot run or for which the
+time is up is named as not measured, and the others are measured. Must not know: how anything is measured or shown.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ import torch
 
 from gpu.chips import doubts
 from gpu.kernels import KernelBench, KernelSizes, KernelTime
+from gpu.parts import ON_CPU as PARTS_ON_CPU
+from gpu.parts import ON_GPU as PARTS_ON_GPU
+from gpu.parts import PARTS, Bench, NotHere, PartSizes
 from gpu.report import GpuResults, ModelResults, lines
-from gpu.shapes import QWEN3_06B, TINY, ModelShape, write_checkpoint
+from gpu.shapes import QWEN3_06B, TINY, ModelShape
 from gpu.steps import StepBench, StepSizes, eager, engine_config
 from quire_engine.build import build
 from quire_engine.config import KernelChoice
@@ -34,7 +38,8 @@ from quire_kernels.kernel_set import KVFormat
 from quire_kernels.select import select
 
 RESULTS = Path(__file__).parent / "results"
-_SECONDS = 360.0  # after which no model is begun: each takes a minute or two
+_SECONDS = 360.0  # after which no part is begun: each takes a minute or two
+_WHOLE = ("kernels", "model", "demo")  # the parts that have tables of their own, after the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +50,12 @@ class Sizes:
     kernels: KernelSizes
     demo: StepSizes
     model: StepSizes
+    parts: PartSizes
 
 
 ON_GPU = Sizes(
     shape=QWEN3_06B,
+    parts=PARTS_ON_GPU,
     kernels=KernelSizes(
         rows=(1, 8, 64, 256, 2048),
         decodes=((1, 1024), (1, 16384), (8, 4096), (64, 1024), (256, 1024)),
@@ -78,19 +85,31 @@ ON_GPU = Sizes(
 _FEW = StepSizes(batches=(1, 3), context=20, steps=12, prefills=(16, 40), requests=4, lengths=(4, 12), repeat=1)
 ON_CPU = Sizes(
     shape=TINY,
+    parts=PARTS_ON_CPU,
     kernels=KernelSizes(rows=(1, 3), decodes=((1, 40), (2, 20)), prefills=(24,), operand_bytes=1 << 16, repeat=2),
     demo=_FEW,
     model=_FEW,
 )
 
 
+NAMES = (*PARTS, *_WHOLE)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: measured, 1: some part was not, 2: there is no GPU."""
+    """0: measured, or this machine lacks what a part needs; 1: some part failed or had no time; 2: there is no GPU."""
     parser = argparse.ArgumentParser(prog="gpu-bench", description="What this GPU's kernels, steps and engine reach.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny sizes, to try the flow")
     parser.add_argument("--kernels", default="auto", help="the kernel set [auto]")
+    parser.add_argument(
+        "--parts", default=",".join(NAMES), help="names with commas between them, in this order [%(default)s]"
+    )
+    parser.add_argument("--seconds", type=float, default=_SECONDS, help="no part begins later [%(default)g]")
     parser.add_argument("--out", type=Path, help=f"JSON file [{RESULTS.name}/DEVICE-TIME.json beside the code]")
     asked = parser.parse_args(argv)
+    wanted = asked.parts.split(",")
+    unknown = sorted(set(wanted) - set(NAMES))
+    if unknown:
+        parser.error(f"no part is called {unknown[0]}: they are {', '.join(NAMES)}")
     started, begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
     try:
         limits = measure_gpu() if asked.device == "cuda" else _tiny_limits()
@@ -108,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         kernel_set="",
         kernels=[],
     )
-    results = _measure(results, ON_GPU if asked.device == "cuda" else ON_CPU, asked.device, asked.kernels)
+    sizes = ON_GPU if asked.device == "cuda" else ON_CPU
+    results = _measure(results, sizes, asked.device, asked.kernels, wanted, asked.seconds)
     results = replace(results, seconds=time.monotonic() - begun)
     print("\n".join(lines(results)))
     path = (
@@ -124,27 +144,39 @@ def _tell(what: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {what}", file=sys.stderr, flush=True)
 
 
-def _measure(results: GpuResults, sizes: Sizes, device: str, kernels: KernelChoice) -> GpuResults:
+def _measure(  # noqa: PLR0917 - what was asked for
+    results: GpuResults, sizes: Sizes, device: str, kernels: KernelChoice, wanted: Sequence[str], seconds: float
+) -> GpuResults:
     """Part after part; none is begun when time is up."""
-    deadline = time.monotonic() + _SECONDS
+    deadline = time.monotonic() + seconds
     failures: list[str] = []
-    try:
-        name, times = _kernels(sizes, device, kernels)
-        results = replace(results, kernel_set=name, kernels=times)
-    except Exception as error:
-        failures.append(_failure("the kernels", error))
     with tempfile.TemporaryDirectory(prefix="quire-gpu-bench-") as folder:
-        models = (
-            ("quire-demo", demo_model_path, sizes.demo),
-            (sizes.shape.name, lambda: write_checkpoint(sizes.shape, Path(folder)), sizes.model),
+        bench = Bench(
+            device=device,
+            kernels=kernels,
+            sizes=sizes.parts,
+            limits=results.limits,
+            folder=Path(folder),
+            tell=_tell,
         )
-        for name, path, steps in models:
+        for name in wanted:
             if time.monotonic() > deadline:
                 failures.append(f"{name}: the time was up")
                 continue
             _tell(name)
             try:
-                results.models.append(_model(name, path(), device, kernels, steps))
+                if name == "kernels":
+                    kernel_set, times = _kernels(sizes, device, kernels)
+                    results = replace(results, kernel_set=kernel_set, kernels=times)
+                elif name == "demo":
+                    results.models.append(_model("quire-demo", demo_model_path(), device, kernels, sizes.demo))
+                elif name == "model":
+                    path = bench.checkpoint(sizes.shape)
+                    results.models.append(_model(sizes.shape.name, path, device, kernels, sizes.model))
+                else:
+                    results.parts[name] = PARTS[name](bench)
+            except NotHere as lacking:
+                results.not_measured[name] = str(lacking)
             except Exception as error:
                 failures.append(_failure(name, error))
             _release(device)

@@ -96,6 +96,10 @@ class KernelBench:
             yield self._product("norm + head", rows, shape.hidden, shape.vocab, self._head, out_bytes=_FP32)
             if self._kernels.choose is not None:
                 yield self._choice(rows)
+        yield from self.attentions()
+
+    def attentions(self) -> Iterator[KernelCase]:
+        """Those over the paged pool."""
         for sequences, context in self._sizes.decodes:
             yield self._attention("decode attention", [context] * sequences, [1] * sequences)
         for length in self._sizes.prefills:

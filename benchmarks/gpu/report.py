@@ -14,7 +14,7 @@ from gpu.kernels import KernelTime
 from gpu.steps import DecodeTime, PrefillTime, Throughput
 from quire_engine.tools.gpu_limits import Limits
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,9 @@ class GpuResults:
     doubts: list[str]
     kernel_set: str
     kernels: list[KernelTime]
+    parts: dict[str, list[dict[str, str | int | float]]] = field(default_factory=dict)  # by name, rows of one table
     models: list[ModelResults] = field(default_factory=list)
+    not_measured: dict[str, str] = field(default_factory=dict)  # by name, what this machine lacks for a part
     failures: list[str] = field(default_factory=list)  # parts that could not be measured
     seconds: float = 0.0
 
@@ -60,17 +62,25 @@ def lines(results: GpuResults) -> Iterator[str]:
         f" bf16 {limits.bf16_per_second / 1e12:,.1f} TFLOP/s, fp16 {limits.fp16_per_second / 1e12:,.1f}"
     )
     yield from results.doubts
-    yield ""
-    yield f"kernels ({results.kernel_set})"
-    rows = [["op", "size", "us", "GB/s", "of it", "TFLOP/s", "of it"]]
-    for one in results.kernels:
-        name = one.name if one.replayed else f"{one.name} *"
-        rows.append([name, one.size, f"{one.seconds * 1e6:,.1f}", *_rates(one, limits)])
-    yield from _table(rows)
-    if not all(one.replayed for one in results.kernels):
-        yield "  * launch by launch: gaps between launches count"
+    for name, part in results.parts.items():
+        yield ""
+        yield name
+        heads = list(dict.fromkeys(head for row in part for head in row))
+        yield from _table([heads, *([_cell(head, row.get(head, "")) for head in heads] for row in part)])
+    if results.kernels:
+        yield ""
+        yield f"kernels ({results.kernel_set})"
+        rows = [["op", "size", "us", "GB/s", "of it", "TFLOP/s", "of it"]]
+        for one in results.kernels:
+            name = one.name if one.replayed else f"{one.name} *"
+            rows.append([name, one.size, f"{one.seconds * 1e6:,.1f}", *_rates(one, limits)])
+        yield from _table(rows)
+        if not all(one.replayed for one in results.kernels):
+            yield "  * launch by launch: gaps between launches count"
     for model in results.models:
         yield from _model(model, limits)
+    for name, reason in results.not_measured.items():
+        yield f"NOT MEASURED: {name}: {reason}"
     for failure in results.failures:
         yield f"NOT MEASURED: {failure}"
 
@@ -108,6 +118,12 @@ def _model(model: ModelResults, limits: Limits) -> Iterator[str]:
         f"{run.requests} requests at once, {run.prompt_tokens:,} tokens in, {run.output_tokens:,} out, in"
         f" {run.seconds:.2f} s: {run.output_tokens / run.seconds:,.0f} tok/s out"
     )
+
+
+def _cell(head: str, value: str | float) -> str:
+    if isinstance(value, float):
+        return f"{value:.0%}" if head.startswith("of ") else f"{value:,.3f}" if value < 100 else f"{value:,.0f}"
+    return str(value)
 
 
 def _rates(one: KernelTime, limits: Limits) -> list[str]:

@@ -46,6 +46,17 @@ QWEN3_06B = ModelShape(
     vocab=151936,
     positions=40960,
 )
+QWEN3_8B = ModelShape(
+    name="8B shape",
+    hidden=4096,
+    intermediate=12288,
+    layers=36,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocab=151936,
+    positions=40960,
+)
 TINY = ModelShape(
     name="tiny shape",
     hidden=64,

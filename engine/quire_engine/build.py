@@ -31,7 +31,7 @@ from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.execution.adapters import AdapterCache, adapter_bytes, make_adapters, num_kept
 from quire_engine.execution.block_files import HEADER_BYTES
 from quire_engine.execution.constrained.grammars import Grammars
-from quire_engine.execution.device import compute_dtype, resolve_device, torch_threads
+from quire_engine.execution.device import compute_dtype, gpu_name, resolve_device, torch_threads
 from quire_engine.execution.drafting.choice import own_speculation
 from quire_engine.execution.drafting.eagle import EagleDrafter, Watched
 from quire_engine.execution.drafting.eagle_head import EagleConfig, EagleHead, read_eagle_config, undivided
@@ -245,6 +245,7 @@ class Resolved:
             architecture=self.model.architecture,
             num_parameters=self.parameters.total,
             device=self.device.type,
+            gpu=gpu_name(self.device),
             dtype=str(self.dtype).removeprefix("torch."),
             kernels=self.kernels.name,
             replaced_ops=self.replaced_ops,

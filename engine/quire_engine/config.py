@@ -233,6 +233,7 @@ class EnginePlan:
     tensor_parallel_size: int = 1  # ranks that compute the model together
     replaced_ops: tuple[str, ...] = ()  # ops that failed their check at start and run on the reference
     implementation: str = ""  # whose code computes the model, where it is not ours
+    gpu: str = ""  # its UUID, as the driver names it; empty on a CPU
     checkpoint: str = ""  # changes when a file of the model does
     numerics: str = ""  # engines of one name compute the same bits; a stream may go on with any of them
     arithmetic: str = ""  # the same without the checkpoint, whose name here is of this machine's files

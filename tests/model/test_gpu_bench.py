@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from gpu import __main__ as gpu_bench
-from gpu import kernels, timing
+from gpu import compiled, kernels, parts, timing
 from gpu.chips import CHIPS, chip_of, doubts
 from gpu.kernels import KernelBench, KernelSizes, KernelTime
 from gpu.report import GpuResults, lines
@@ -24,6 +26,8 @@ from quire_kernels.reference import REFERENCE
 from support.model_steps import random_ids
 
 CPU = torch.device("cpu")
+CPU_ONLY = ("--device", "cpu")
+QUICK = "decode,nano,compiled,contiguous,gaps,chains,kv-types,swap,kernels,demo,model"
 SIZES = StepSizes(batches=(1, 3), context=20, steps=12, prefills=(16, 40), requests=4, lengths=(4, 12), repeat=1)
 LIMITS = Limits(
     variant="NVIDIA H100 80GB HBM3",
@@ -39,8 +43,18 @@ LIMITS = Limits(
 
 def test_the_whole_flow(tmp_path, capsys):
     out = tmp_path / "folder" / "results.json"
-    assert gpu_bench.main(["--device", "cpu", "--out", str(out)]) == 0
+    assert gpu_bench.main(["--device", "cpu", "--out", str(out), "--parts", QUICK]) == 0
     found = json.loads(out.read_text())
+    assert set(found["parts"]) == set(QUICK.split(",")[:4])
+    assert [row["run"] for row in found["parts"]["nano"]] == ["first", "second"]
+    assert all(row["tokens/s"] > 0 for row in found["parts"]["nano"] + found["parts"]["decode"])
+    assert [row["streams"] for row in found["parts"]["compiled"]] == [1, 2]
+    assert found["not_measured"] == {
+        "gaps": "the gap between launches needs a GPU",
+        "chains": "a chain of launches needs a GPU",
+        "kv-types": "an FP8 KV cache needs a GPU",
+        "swap": "swapping to the host needs a GPU",
+    }
     assert [model["model"] for model in found["models"]] == ["quire-demo", "tiny shape"]
     for model in found["models"]:
         served = [(one["executor"], one["batch"]) for one in model["decodes"]]
@@ -50,8 +64,63 @@ def test_the_whole_flow(tmp_path, capsys):
         assert 16 <= model["throughput"]["output_tokens"] <= 48
     assert {one["name"] for one in found["kernels"]} >= {"norm + QKV", "decode attention", "prefill attention"}
     printed = capsys.readouterr().out
+    assert "NOT MEASURED: chains: a chain of launches needs a GPU" in printed
     assert "these numbers mean nothing" in printed
     assert f"written to {out}" in printed
+
+
+def test_the_most_wanted_part_comes_first_and_unknown_ones_are_named(capsys):
+    assert gpu_bench.NAMES[:3] == ("decode", "gaps", "chains")
+    assert gpu_bench.NAMES[-3:] == ("kernels", "model", "demo")
+    with pytest.raises(SystemExit):
+        gpu_bench.main(["--device", "cpu", "--parts", "decode,decod"])
+    assert "no part is called decod: they are decode, gaps" in capsys.readouterr().err
+
+
+def test_the_load_of_nano_vllm_is_its_own():
+    """Its README counts 133,966 tokens."""
+    asked = []
+
+    def noted(engine, requests):
+        asked.extend(requests)
+        return 1.0, 0.0
+
+    sizes = replace(parts.ON_CPU, nano=parts.ON_GPU.nano)
+    bench = SimpleNamespace(sizes=sizes, checkpoint=lambda _: None, device="cpu", kernels="auto", tell=lambda _: None)
+    built = SimpleNamespace(plan=SimpleNamespace(vocab_size=10**6, scheduler=None), executor=None)
+    with (
+        patch.object(parts, "_to_the_end", noted),
+        patch.object(parts, "build", lambda _: built),
+        patch.object(parts, "Scheduler", lambda _: None),
+        patch.object(parts, "Engine", lambda *_: None),
+    ):
+        first, second = parts.nano(bench)
+    assert first["tokens out"] == second["tokens out"] == 133_966
+    assert len(asked) == 512
+    assert sum(len(request.prompt_token_ids) for request in asked[:256]) == 142_827
+    assert {request.sampling.temperature for request in asked} == {0.6}
+
+
+def test_the_static_decode_computes_the_same_tokens(tiny):
+    """With the engine's own weights: otherwise it would be no peer."""
+    built, told = build(tiny), []
+    bench = StepBench(built.plan, built.executor, SIZES, lambda _: None)
+    prompt = random_ids(9)
+    request = replace(bench._request(0, 9, 8), prompt_token_ids=tuple(prompt))
+    bench._run([request], lambda step: told.extend(t for output in step.outputs for t in output.token_ids))
+    decoder = compiled.StaticDecoder(Path(tiny.model), 2, 24, CPU)
+    with torch.inference_mode():
+        found, seconds = compiled.decode(decoder, torch.tensor([prompt, prompt]), 8, compile_step=False)
+    assert found.tolist() == [told, told]
+    assert seconds > 0
+
+
+def test_streams_over_http_are_measured_by_our_own_benchmark(tmp_path):
+    sizes = replace(parts.ON_CPU, streams=(1, 2), api_servers=(1,))
+    bench = parts.Bench(device="cpu", kernels="auto", sizes=sizes, limits=LIMITS, folder=tmp_path, tell=lambda _: None)
+    rows = parts.http(bench)
+    assert [(row["API servers"], row["streams"], row["failed"]) for row in rows] == [(1, 1, 0), (1, 2, 0)]
+    assert all(row["tokens/s"] > 0 for row in rows)
 
 
 def test_without_a_gpu_it_is_one_line(capsys):
@@ -66,13 +135,12 @@ def test_a_part_that_fails_is_named_and_the_others_are_measured(tmp_path, capsys
         raise RuntimeError("no such\nkernel")
 
     with patch.object(KernelBench, "run", fail):
-        assert gpu_bench.main(["--device", "cpu", "--out", str(tmp_path / "r.json")]) == 1
+        assert gpu_bench.main([*CPU_ONLY, "--out", str(tmp_path / "r.json"), "--parts", "kernels,model"]) == 1
     printed = capsys.readouterr().out
-    assert "NOT MEASURED: the kernels: RuntimeError: no such kernel" in printed
+    assert "NOT MEASURED: kernels: RuntimeError: no such kernel" in printed
     assert "tiny shape: " in printed
-    with patch.object(gpu_bench, "_SECONDS", -1.0):
-        assert gpu_bench.main(["--device", "cpu", "--out", str(tmp_path / "r.json")]) == 1
-    assert "NOT MEASURED: quire-demo: the time was up" in capsys.readouterr().out
+    assert gpu_bench.main([*CPU_ONLY, "--out", str(tmp_path / "r.json"), "--seconds", "-1"]) == 1
+    assert "NOT MEASURED: demo: the time was up" in capsys.readouterr().out
 
 
 def test_what_an_op_moves_and_computes():

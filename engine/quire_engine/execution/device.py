@@ -61,6 +61,14 @@ def torch_threads(weights_bytes: int) -> int:
     return min(usable_cores(), 1 + weights_bytes // (256 << 20))
 
 
+def gpu_name(device: torch.device) -> str:
+    """The UUID by which the driver knows a GPU; empty for a CPU, and with a torch that does not tell it."""
+    if device.type != "cuda":
+        return ""
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    return uuid if uuid.startswith(("GPU-", "MIG-")) or not uuid else f"GPU-{uuid}"
+
+
 def unused_gpu() -> str | None:
     """Why this machine's GPU is not used; None where there is none, or where it can be used."""
     if torch.cuda.is_available():

@@ -11,6 +11,7 @@ import msgspec
 
 from quire_engine.types import NO_DRAFT_CAUSES, EngineStats, NoDraftCause
 from quire_server.metrics.alert_rules import Alert, AlertRules
+from quire_server.metrics.gpu_use import GpuUse
 from quire_server.metrics.metric_catalog import TOKEN_SECONDS, TTFT_SECONDS, EngineMetrics, RequestMetrics
 from quire_server.metrics.metric_values import Counter, Histogram
 from quire_server.metrics.occupancy import Occupancy, StaticBatching
@@ -53,6 +54,7 @@ class History:
         occupancy: Occupancy,
         static: StaticBatching,
         board: RequestBoard,
+        gpu: Callable[[], GpuUse | None] = lambda: None,
     ) -> None:
         self.block_size = 1
         self.max_model_len = 1
@@ -64,6 +66,7 @@ class History:
         self._occupancy = occupancy
         self._static = static
         self._board = board
+        self._gpu = gpu
         self._rules = AlertRules()
         self._samples: deque[Sample] = deque(maxlen=SECONDS + 1)
         self._frames: deque[bytes] = deque(maxlen=SECONDS)
@@ -199,6 +202,7 @@ class History:
             guessed_right=int(second.gain("guessed_right")),
             undrafted=_most(second),
             tenants=tenant_shares(stats),
+            gpu=None if (use := self._gpu()) is None else use.busy,
         )
 
     def _second(self) -> Window:
@@ -290,6 +294,7 @@ class Frame:
     guessed_right: int
     undrafted: NoDraftCause | None  # why most slices had no guesses; None: all had, or speculation is off
     tenants: tuple[TenantShare, ...]
+    gpu: float | None  # the share of the last moment in which it computed; None: it cannot be read
 
 
 def bars(steps: Sequence[EngineStats]) -> list[Bar]:

@@ -22,6 +22,7 @@ from quire_engine.config import EnginePlan
 from quire_engine.types import WAIT_REASONS
 from quire_server.metrics.adapter_metrics import AdapterMetrics
 from quire_server.metrics.energy import EnergyMetrics
+from quire_server.metrics.gpu_use import GpuMetrics
 from quire_server.metrics.history import MINUTE, History
 from quire_server.metrics.metric_catalog import (
     REJECT_REASONS,
@@ -84,7 +85,7 @@ class Metrics:
         self._requests = RequestMetrics(values, max_model_len)
         self._engine = EngineMetrics(values)
         self._plan = PlanMetrics(values)
-        self._minute = MinuteMetrics(values)
+        self._minute, self.gpu = MinuteMetrics(values), GpuMetrics(values)
         self.tenants, self.energy = TenantMetrics(values, tenants), EnergyMetrics(values)
         self._adapters, self.models, self.batches = AdapterMetrics(values), ModelMetrics(values), BatchMetrics(values)
         self.observe_step, self.load_took = (
@@ -186,6 +187,7 @@ class Metrics:
             occupancy=self.load.occupancy,
             static=self.load.static,
             board=self.load.board,
+            gpu=lambda: self.gpu.read(),
         )
 
     # -- one request
@@ -231,6 +233,7 @@ class Metrics:
         self._plan.observe(plan, mean_kl)
         self._engine.begin(plan)
         self._adapters.begin(plan)
+        self.gpu.follow(plan.gpu)
         limits = plan.scheduler.limits
         self.load.static.max_size = limits.max_num_seqs
         self.history.block_size, self.history.max_model_len = limits.block_size, plan.scheduler.max_model_len
@@ -271,6 +274,7 @@ class Metrics:
         self._engine.show(time.monotonic())
         self._adapters.show(self._engine.state)
         self.models.show()
+        self.gpu.show()
         self.replicas.show(self.replica_rows(), self.replicas_wanted())
         self.read_gauges()
         own = [each.get() for each in self.shared.gauges]

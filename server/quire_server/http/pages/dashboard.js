@@ -101,6 +101,7 @@ const TILES = [
   ["TTFT p95", (f) => (f.ttft ? seconds(f.ttft[1]) : "–")],
   ["ITL p95", (f) => (f.itl ? seconds(f.itl[1]) : "–")],
   ["Engine busy", (f) => percent(f.busy)],
+  ["GPU busy", (f) => (f.gpu === null ? null : percent(f.gpu)), "hidden"],
   ["Little’s residual", (f) => (f.seconds ? percent(f.residual) : "–")],
   ["Tokens a decode", (f) => (f.guessed && f.decode ? ((f.decode + f.guessed_right) / f.decode).toFixed(2) : null), "hidden"],
   ["Guesses right", (f) => (f.guessed ? percent(f.guessed_right / f.guessed) : WHY_NONE[f.undrafted] ?? null), "hidden"],
