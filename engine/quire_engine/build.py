@@ -482,6 +482,7 @@ def _make_executor(  # noqa: PLR0917 - the parts of an engine
     elif resolved.asked.kv_offload_dir:
         host_keys = executor.keep_host_blocks(directory, resolved.kv_layout())
     executor.capture_largest()
+    executor.choose_launches()
     left = executor.capture_ahead(_CAPTURE_SECONDS)
     if left:
         _log.info("%d graphs of steps are not captured yet: when a step needs them, or when the server is idle", left)

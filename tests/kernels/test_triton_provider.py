@@ -47,7 +47,6 @@ def test_there_is_nothing_against_what_the_kernels_are_made_for(dtype, kv):
     ("changes", "said"),
     [
         ({"dtype": torch.float32}, "bfloat16 or float16, not in float32 (set dtype to bfloat16)"),
-        ({"quantization": "int4"}, "not in int4 (leave quantization out)"),
         ({"kv": replace(KV, kv_type="int8")}, "or in fp8, not in int8 (set kv_cache_dtype to fp8)"),
         ({"kv": replace(KV, head_dim=520)}, "head_dim 520 is not a multiple of 8 from 16 to 512"),
         ({"kv": replace(KV, head_dim=72, kv_type="fp8")}, "not a multiple of 16 from 16 to 512 (set kv_cache_dtype to"),
@@ -90,9 +89,9 @@ def test_the_set_is_made_for_the_gpus_instructions(capability, warp_groups, gpu,
     TritonProvider().make(replace(REQUIRED, kv=replace(KV, kv_type="fp8")))
     ahead = capability >= (9, 0)
     told = {"warp_groups": warp_groups, "ahead": ahead}
-    assert made == {"kv_type": "fp8", "deterministic": False, "chained": ahead, **told}
-    TritonProvider().make(replace(REQUIRED, deterministic=True))
-    assert made == {"kv_type": "auto", "deterministic": True, "chained": False, **told}
+    assert made == {"kv_type": "fp8", "quantization": None, "deterministic": False, "chained": ahead, **told}
+    TritonProvider().make(replace(REQUIRED, deterministic=True, quantization="int4"))
+    assert made == {"kv_type": "auto", "quantization": "int4", "deterministic": True, "chained": False, **told}
 
 
 @needs_triton

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 
 import pytest
 import torch
 
-from quire_engine.execution.gpu import graphs
+from quire_engine.execution.gpu import graphs, runner
 from quire_engine.execution.gpu.graphs import Bucket, MixedBucket, StepGraphs
 from quire_engine.execution.gpu.tables import DRAWS, LIMITS_K
 from quire_engine.process import loop
@@ -94,6 +95,75 @@ def test_a_step_for_which_there_is_no_memory_is_left_out(monkeypatch):
     monkeypatch.setattr(both.runner, "_run_empty", full)
     assert both.executor.prepare() == 0
     assert both.device.released == 1
+
+
+class Chained:
+    """A model that has decodes in fewer launches; they give other numbers here, so that it shows who computed."""
+
+    chains_decodes = True
+
+    def __init__(self, decoder) -> None:
+        self._decoder, self.asked = decoder, []
+
+    def __getattr__(self, name):
+        return getattr(self._decoder, name)
+
+    def forward(self, step, kv):
+        self.asked.append((len(step.positions), step.single_ops))
+        return self._decoder.forward(step, kv)
+
+
+def _measured(monkeypatch, seconds) -> Both:
+    """Both runners, where a graph's replay takes what `seconds` gives for (rows, single ops), by the clock."""
+    both = told(wrap=Chained)
+    clock, model = iter([]), both.runner._model
+
+    def replayed():
+        rows, single = model.asked[-1]
+        return iter([0.0, seconds(rows, single)] * runner._MEASURED_REPLAYS)
+
+    def now() -> float:
+        nonlocal clock
+        value = next(clock, None)
+        if value is None:
+            clock = replayed()
+            value = next(clock)
+        return value
+
+    monkeypatch.setattr(runner.time, "perf_counter", now)
+    both.executor.choose_launches()
+    monkeypatch.undo()
+    return both
+
+
+def test_fewer_launches_are_used_where_they_were_measured_to_be_faster(monkeypatch, caplog):
+    with caplog.at_level(logging.INFO):
+        both = _measured(monkeypatch, lambda rows, single: 2.0 if single == (rows == 8) else 3.0)
+    assert both.runner._chained == {1: True, 8: False}
+    assert "1 decodes: 2000.000 ms in fewer launches, 3000.000 ms by single ops" in caplog.text
+    assert [both.runner._is_chained(rows) for rows in (1, 2, 4, 8, 16)] == [True, False, False, False, False]
+    asked = both.runner._model.asked
+    asked.clear()
+    both.check()
+    assert {single for rows, single in asked if rows == 1} == {False, True}, "graphs are chained, other steps are not"
+    assert {single for rows, single in asked if rows > 1} == {True}
+
+
+def test_without_a_measurement_single_ops_are_used(monkeypatch, caplog):
+    both = told(wrap=Chained)
+
+    def fails(body):
+        raise RuntimeError("no such kernel")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(both.device, "capture", fails)
+        both.executor.choose_launches()
+    assert "computed by single ops: no such kernel" in caplog.text
+    both.check()
+    assert all(single for _, single in both.runner._model.asked[2:])
+    plain = told()
+    plain.executor.choose_launches()
+    assert not plain.runner._chained
 
 
 class Idle:

@@ -69,6 +69,10 @@ class StepRunner(Protocol):
         """Capture the graphs that take the most memory: in what they allocate all others find room."""
         ...
 
+    def choose_launches(self) -> None:
+        """Measure which launches are faster, where there are several ways, with no step in flight."""
+        ...
+
     def capture_next(self) -> int:
         """Capture one more graph that steps will likely need, with no step in flight; how many are left."""
         ...
@@ -126,6 +130,9 @@ class Executor:
 
     def capture_largest(self) -> None:
         self._runner.capture_largest()
+
+    def choose_launches(self) -> None:
+        self._runner.choose_launches()
 
     def prepare(self) -> int:
         """Capture one graph before a step needs it; how many are left. 0 with a step in flight."""

@@ -30,6 +30,7 @@ class ModelInput(AttentionRows):
     forks: tuple[tuple[int, ...], ...] = ()  # B, sequences that go on from each one's last row
     released: tuple[int, ...] = ()  # sequences that ended or must begin anew
     adapters: StepAdapters | None = None  # of the rows; None: no row has one
+    single_ops: bool = False  # also where the kernels have layers of decodes in fewer launches
 
 
 def model_input(step: StepTensors, block_size: int, device: torch.device) -> ModelInput:

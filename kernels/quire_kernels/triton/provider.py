@@ -38,8 +38,6 @@ class TritonProvider:
             return "are made for NVIDIA GPUs, and this torch for AMD's"
         if dtype not in DTYPES:
             return f"compute in bfloat16 or float16, not in {_name(dtype)} (set dtype to bfloat16)"
-        if required.quantization is not None:
-            return f"hold weights in the model's dtype, not in {required.quantization} (leave quantization out)"
         if kv.kv_type not in ("auto", "fp8"):
             return (
                 f"hold keys and values in the model's dtype or in fp8, not in {kv.kv_type} (set kv_cache_dtype to fp8)"
@@ -61,6 +59,7 @@ class TritonProvider:
 
         kernels = make_triton_set(
             kv_type="fp8" if required.kv.kv_type == "fp8" else "auto",
+            quantization=required.quantization,
             deterministic=required.deterministic,
             warp_groups=major in WARP_GROUPS,
             chained=not required.deterministic and (major, minor) >= LEAST_AHEAD,

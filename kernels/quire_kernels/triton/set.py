@@ -18,14 +18,16 @@ this memory. A launch boundary guarantees the order.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from quire_kernels.kernel_set import Activation, ChoiceRows, KernelSet, Norm
+from quire_kernels.kernel_set import Activation, ChoiceRows, KernelSet, Norm, Quantization
 from quire_kernels.reference import REFERENCE
 from quire_kernels.reference.linear import Linear
+from quire_kernels.triton import quantise
 from quire_kernels.triton.activation import gate_mul, mul_sigmoid
 from quire_kernels.triton.attention import TritonAttention
 from quire_kernels.triton.choose import choose
@@ -42,6 +44,7 @@ from quire_kernels.triton.stored_product import StoredLinear, StoredProduct, pac
 def make_triton_set(
     *,
     kv_type: KVType = "auto",
+    quantization: Quantization | None = None,
     deterministic: bool = False,
     warp_groups: bool = True,
     chained: bool = False,
@@ -49,7 +52,8 @@ def make_triton_set(
 ) -> KernelSet:
     """The set for bfloat16 and float16 models.
 
-    `kv_type`: type of the stored keys and values. `deterministic`: see the module. `warp_groups`: whether the GPU has
+    `kv_type`: type of the stored keys and values. `quantization`: of weights, at load; such a set has no experts.
+    `deterministic`: see the module. `warp_groups`: whether the GPU has
     compute capability 9.x or 10.x, whose matrix instructions use groups of four warps. `chained`: steps of decodes take
     the launches of `decode_chain`; with `ahead` each begins before the one before it has ended, which takes 9.0.
     """
@@ -58,7 +62,7 @@ def make_triton_set(
     attention = TritonAttention(kv_type, warp_groups=warp_groups, deterministic=deterministic)
     linear = LinearOps(TiledProduct() if deterministic else TorchProduct(), StoredProduct(same_tiles=deterministic))
     experts = ExpertOps(same_tiles=deterministic)
-    return KernelSet(
+    found = KernelSet(
         name="triton",
         pack_linear=REFERENCE.pack_linear,
         pack_gate_up=REFERENCE.pack_gate_up,
@@ -87,6 +91,26 @@ def make_triton_set(
         new_kv=attention.new_kv,
         kv_part=attention.kv_part,
         kv_block_bytes=attention.kv_block_bytes,
+    )
+    return found if quantization is None else _quantised(found, quantization)
+
+
+def _quantised(kernels: KernelSet, quantization: Quantization) -> KernelSet:
+    return replace(
+        kernels,
+        pack_linear=partial(quantise.pack_linear, quantization=quantization),
+        pack_gate_up=partial(quantise.pack_gate_up, quantization=quantization),
+        packed_bits=quantise.BITS[quantization],
+        packed_bytes=quantise.packed_bytes,
+        # Matrices that are stored in another form are decoded and quantised anew, and experts are not computed.
+        pack_stored=None,
+        stored_bits=None,
+        pack_router=None,
+        route=None,
+        mix_experts=None,
+        given_experts=None,
+        gate_rows=None,
+        bind_decodes=None,
     )
 
 

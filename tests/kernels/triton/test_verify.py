@@ -38,6 +38,16 @@ def test_layers_of_decodes_are_held_to_single_ops(kv_type, monkeypatch):
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_the_set_with_quantised_weights_passes(quantization):
+    kernels = make_triton_set(quantization=quantization, deterministic=True)
+    subject = Subject(kernels=kernels, device=DEVICE, dtype=torch.bfloat16, quantization=quantization, alone=True)
+    found = list(run_checks(short_checks(subject, SIZES), device=DEVICE, patience=600.0))
+    assert {each.op for each in found} >= {"pack_linear", "norm_linear", "linear_add"}
+    assert not [each for each in found if not each.ok]
+
+
+@pytest.mark.sim
 @pytest.mark.parametrize(
     ("dtype", "kv_type", "deterministic"),
     [(torch.bfloat16, "auto", True), (torch.bfloat16, "fp8", False), (torch.float16, "auto", False)],

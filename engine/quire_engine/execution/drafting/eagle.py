@@ -189,6 +189,10 @@ class Watched:
         return self._model.config
 
     @property
+    def chains_decodes(self) -> bool:
+        return self._model.chains_decodes
+
+    @property
     def packed_bytes(self) -> int | None:
         return self._model.packed_bytes
 

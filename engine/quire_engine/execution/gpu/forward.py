@@ -30,6 +30,8 @@ class Model(Protocol):
 
     @property
     def config(self) -> ModelFacts: ...
+    @property
+    def chains_decodes(self) -> bool: ...
     def forward(self, step: ModelInput, kv: Tensor) -> Tensor: ...
     def normed(self, hidden: Tensor) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
@@ -48,11 +50,18 @@ class Forward:
         self._block_size = block_size
 
     def hidden(
-        self, packed: Packed, query_lens: Sequence[int], kv_lens: Sequence[int], counts: Sequence[int]
+        self,
+        packed: Packed,
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        counts: Sequence[int],
+        *,
+        chained: bool = False,
     ) -> Tensor:
         """[S, H] of the rows that are sampled, the last `counts[i]` of each sequence; writes every row's K and V.
 
-        `kv_lens` may be more than the context lengths that were sent, never less.
+        `kv_lens` may be more than the context lengths that were sent, never less. `chained`: decodes in fewer launches,
+        where the model has them.
         """
         longest = max(kv_lens)
         rows = AttentionRows(
@@ -80,6 +89,7 @@ class Forward:
             input_ids=self._words.index_select(0, packed["source"]),
             sample_rows=packed["sample_rows"],
             sampled=None if every else _sampled(rows, packed, counts),
+            single_ops=not chained,
         )
         return self._model.forward(step, self._kv)
 
@@ -114,10 +124,12 @@ class Forward:
             chosen, _, any_left = self._model.choose(values, some)
             opening.keep(chosen, any_left, (into.ids, into.possible))
 
-    def decode(self, packed: Packed, num_rows: int, context: int, flags: int, into: Region) -> Tensor:
+    def decode(
+        self, packed: Packed, num_rows: int, context: int, flags: int, into: Region, *, chained: bool = False
+    ) -> Tensor:
         """A step of `num_rows` decodes whose contexts are `context` at most: the logits, and a token of each row."""
         ones = (1,) * num_rows
-        logits = self.logits(self.hidden(packed, ones, (context,) * num_rows, ones))
+        logits = self.logits(self.hidden(packed, ones, (context,) * num_rows, ones, chained=chained))
         rows = self._tables.choice_rows(
             packed["choice_slots"], packed["choice_rows"], packed["choice_positions"], flags
         )

@@ -101,6 +101,16 @@ class StepGraphs:
         """The bucket that takes the most memory. Captured first, its pool has room for every other graph."""
         return Bucket(self._sizes[-1], self._contexts[-1], DRAWS | LIMITS_K | LIMITS_P)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of rows that decodes are padded to."""
+        return self._sizes
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest contexts that graphs are captured for."""
+        return self._contexts[0]
+
     def missing(self) -> list[Bucket | MixedBucket]:
         """The graphs that steps will likely need, the next one first: none where no memory is left for them.
 

@@ -7,6 +7,8 @@ the allocator.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +42,9 @@ from quire_engine.execution.sampler import Chosen, Sampler
 from quire_engine.execution.step_tensors import step_tensors
 from quire_kernels.kernel_set import ChoiceRows
 
+_log = logging.getLogger(__name__)
 _WORD = 8  # bytes
+_MEASURED_ROWS, _MEASURED_REPLAYS = (1, 8, 16, 32, 64), 5
 _GRAPHS = 2  # of the regions: where graphs leave their outcome. The others take turns: 0, 1
 
 
@@ -134,6 +138,7 @@ class GpuRunner:
         self._forward = Forward(model, kv, self._tables, buffer.view(torch.int64), block_size)
         self._outcomes = [device.host_buffer(each) for _ in range(self.max_in_flight)]
         self._num_begun = 0
+        self._chained: dict[int, bool] = {}  # by rows, whether fewer launches were measured to be faster
         self._region = 0  # of the last step
         self._sampled: dict[int, int] = {}  # by sequence id: the word with the token that the last step samples
 
@@ -167,6 +172,49 @@ class GpuRunner:
             self._run_empty(bucket)
             if mixed is not None:
                 self._run_empty(mixed)
+
+    def choose_launches(self) -> None:
+        """Find out where layers of decodes in fewer launches are faster than single ops, while no step is in flight.
+
+        Both are measured, as graphs of padding. Where that fails, single ops are used.
+        """
+        if not self._model.chains_decodes:
+            return
+        for num_rows in [size for size in self._graphs.sizes if size in _MEASURED_ROWS]:
+            bucket = Bucket(num_rows, self._graphs.shortest, 0)
+            try:
+                with self.work():
+                    packed = self._send_decodes(StepArrays(), bucket)
+                    single, chained = (self._seconds(bucket, packed, chained=way) for way in (False, True))
+            except Exception as error:  # of the device's memory, of a capture, of a kernel's compiler
+                self._device.release()
+                _log.warning("steps of %d decodes are computed by single ops: %s", num_rows, error)
+                return
+            self._chained[num_rows] = chained < single
+            _log.info(
+                "%d decodes: %.3f ms in fewer launches, %.3f ms by single ops", num_rows, chained * 1e3, single * 1e3
+            )
+
+    def _seconds(self, bucket: Bucket, packed: Packed, *, chained: bool) -> float:
+        """The shortest of a few replays of a bucket's step."""
+        into = self._regions[_GRAPHS]
+
+        def compute() -> None:
+            self._forward.decode(packed, *bucket, into, chained=chained)
+
+        compute()  # kernels are compiled
+        graph, found = self._device.capture(compute), list[float]()
+        for _ in range(_MEASURED_REPLAYS):
+            self._device.record().wait()
+            started = time.perf_counter()
+            graph.replay()
+            self._device.record().wait()
+            found.append(time.perf_counter() - started)
+        return min(found)
+
+    def _is_chained(self, num_rows: int) -> bool:
+        """As the next larger number of rows that was measured."""
+        return next((self._chained[rows] for rows in sorted(self._chained) if rows >= num_rows), False)
 
     def capture_next(self) -> int:
         """Capture one graph that steps will likely need, while no step is in flight; how many are left."""
@@ -279,7 +327,8 @@ class GpuRunner:
 
     def _run(self, bucket: Bucket, packed: Packed) -> Tensor:
         into = self._regions[_GRAPHS]
-        return self._graphs.run(bucket, lambda: self._forward.decode(packed, *bucket, into))
+        chained = self._is_chained(bucket.num_rows)
+        return self._graphs.run(bucket, lambda: self._forward.decode(packed, *bucket, into, chained=chained))
 
     def _run_mixed(self, arrays: StepArrays, bucket: MixedBucket) -> tuple[Packed, Tensor]:
         """The sections sent, and the hidden states of the sample rows and of padding."""

@@ -43,6 +43,11 @@ class Decoder:
         self._decodes = None if kernels.bind_decodes is None else kernels.bind_decodes(weights.program)
 
     @property
+    def chains_decodes(self) -> bool:
+        """Whether the kernels have the layers of decodes in fewer launches, beside single ops."""
+        return self._decodes is not None
+
+    @property
     def packed_bytes(self) -> int | None:
         """Memory of all packed matrices, the head included; None: the kernel set keeps them as they are.
 
@@ -62,7 +67,7 @@ class Decoder:
         if self.config.bidirectional and tuple(step.query_lens) != tuple(step.kv_lens):
             raise ValueError("a prompt of a bidirectional model must be computed whole")
         x, pool = self.embed(step.input_ids), self._pool(kv)
-        if self._decodes is not None and step.adapters is None:
+        if self._decodes is not None and step.adapters is None and not step.single_ops:
             decoded = self._decodes(x, pool, step)
             if decoded is not None:
                 return decoded

@@ -84,6 +84,10 @@ class Leader:
         return self._decoder.config
 
     @property
+    def chains_decodes(self) -> bool:
+        return False
+
+    @property
     def packed_bytes(self) -> int | None:
         return self._decoder.packed_bytes
 

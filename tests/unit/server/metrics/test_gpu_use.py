@@ -25,21 +25,21 @@ class Driver:
         self.loads += 1
         return self
 
-    def nvmlInit_v2(self) -> int:  # noqa: N802 - the driver's names, here and below
+    def nvmlInit_v2(self) -> int:
         return self.failing.get("init", 0)
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, device: object) -> int:  # noqa: N802
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, device: object) -> int:
         if uuid != UUID.encode():
             return 6
         ctypes.cast(device, ctypes.POINTER(ctypes.c_void_p))[0] = 99
         return 0
 
-    def nvmlDeviceGetUtilizationRates(self, device: ctypes.c_void_p, rates: object) -> int:  # noqa: N802
+    def nvmlDeviceGetUtilizationRates(self, device: ctypes.c_void_p, rates: object) -> int:
         assert device.value == 99
         ctypes.cast(rates, ctypes.POINTER(ctypes.c_uint))[0] = self.busy
         return self.failing.get("rates", 0)
 
-    def nvmlDeviceGetMemoryInfo(self, device: ctypes.c_void_p, memory: object) -> int:  # noqa: N802
+    def nvmlDeviceGetMemoryInfo(self, device: ctypes.c_void_p, memory: object) -> int:
         ctypes.cast(memory, ctypes.POINTER(ctypes.c_ulonglong))[2] = self.used
         return self.failing.get("memory", 0)
 

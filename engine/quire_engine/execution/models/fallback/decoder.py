@@ -103,6 +103,10 @@ class FallbackDecoder:
         body.forward = self._body
 
     @property
+    def chains_decodes(self) -> bool:
+        return False
+
+    @property
     def packed_bytes(self) -> int | None:
         """Memory of all matrices; None: the kernel set keeps them as they are."""
         return None if self._kernels.packed_bytes is None else self._packed_bytes
