@@ -75,9 +75,7 @@ class GpuMetrics:
     """The gauges of the engine's GPU; absent where it cannot be seen."""
 
     def __init__(self, values: Values, reader: GpuReader | None = None) -> None:
-        self._reader = reader or GpuReader()
-        self.follow = self._reader.follow
-        self.read = self._reader.read
+        self.reader = reader or GpuReader()
         self._busy = values.gauge(
             "quire_gpu_utilization_ratio",
             "Of the driver's last sample period, up to a second, the share in which the engine's GPU computed; absent"
@@ -89,6 +87,14 @@ class GpuMetrics:
             "Memory of that GPU in use, by whatever process, bytes; absent where it cannot be read.",
             children=(),
         )
+
+    def follow(self, uuid: str) -> None:
+        """The engine computes on this GPU; empty: on none."""
+        self.reader.follow(uuid)
+
+    def read(self) -> GpuUse | None:
+        """None: it cannot be seen from here."""
+        return self.reader.read()
 
     def show(self) -> None:
         """Set the gauges; called at each scrape."""

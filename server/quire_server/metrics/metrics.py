@@ -187,7 +187,7 @@ class Metrics:
             occupancy=self.load.occupancy,
             static=self.load.static,
             board=self.load.board,
-            gpu=lambda: self.gpu.read(),
+            gpu=self.gpu.read,
         )
 
     # -- one request

@@ -82,8 +82,7 @@ def test_the_gauges_and_the_dashboard_have_it_where_it_can_be_read():
     metrics, driver = Metrics("m"), Driver()
     assert b"quire_gpu_utilization_ratio{" not in metrics.render()
     assert msgspec.json.decode(metrics.tick())["frame"]["gpu"] is None
-    reader = GpuReader(driver.load)
-    metrics.gpu.read = reader.read
+    reader = metrics.gpu.reader = GpuReader(driver.load)
     reader.follow(UUID)
     shown = metrics.render()
     assert b'quire_gpu_utilization_ratio{model_name="m"} 0.37' in shown
