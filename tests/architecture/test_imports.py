@@ -33,6 +33,7 @@ ONLY_IN = {
     "triton": ("quire_kernels",),
     "flash_attn": ("quire_kernels.flash",),
     "flash_attn_interface": ("quire_kernels.flash",),
+    "fa3_fwd_interface": ("quire_kernels.flash",),
     "numpy": (
         "quire_engine.execution.constrained",
         "quire_server.text.matrices",

@@ -37,7 +37,7 @@ SMALL, LARGE = KVFormat(head_dim=64, block_size=16), KVFormat(head_dim=64, block
 @pytest.fixture(autouse=True)
 def _no_library(monkeypatch):
     """Whatever is installed here; None in `sys.modules` is what cannot be found."""
-    for name in ("flash_attn", "flash_attn_interface"):
+    for name in ("flash_attn", "flash_attn_interface", "fa3_fwd_interface"):
         monkeypatch.setitem(sys.modules, name, None)
 
 
@@ -87,7 +87,10 @@ def test_the_set_is_the_same_but_for_attention(install, caplog):
 def test_each_is_taken_where_it_can_serve(install):
     install_2(install)
     install_3(install)
+    install("fa3_fwd_interface", flash_attn_varlen_func=libraries.varlen_of_3_fwd())
+    assert taken(LARGE, HOPPER).name == "triton+fa3-fwd"
     assert taken(SMALL, HOPPER).name == "triton+flash-attn 3"
+    install("fa3_fwd_interface")
     assert taken(LARGE, HOPPER).name == "triton+flash-attn 2"
     assert taken(LARGE, AMPERE).name == "triton+flash-attn 2"
     assert taken(LARGE, BLACKWELL).name == "triton+flash-attn 2"
@@ -105,6 +108,7 @@ def test_a_refusal_names_every_library_and_what_would_work():
     assert said == (
         "cannot take attention from flash-attn: "
         "flash-attn 3 needs a GPU of compute capability 9.0, this one has 8.0; "
+        "fa3-fwd needs a GPU of compute capability 9.0, this one has 8.0; "
         "flash-attn 2 takes blocks of a multiple of 256 tokens, not 16 (set block_size to 256); "
         "torch's varlen_attn takes blocks of a multiple of 256 tokens, not 16 (set block_size to 256) "
         "(or set attention to auto)"
@@ -122,6 +126,7 @@ def test_a_refusal_names_every_library_and_what_would_work():
         (replace(SMALL, head_dim=20), HOPPER, {}, "flash-attn 3 takes heads whose width"),
         (LARGE, HOPPER, {}, "flash-attn 3 takes blocks of less than 64 tokens, not 256"),
         (SMALL, HOPPER, {}, "flash-attn 3 is not installed (it is built from"),
+        (SMALL, HOPPER, {}, "fa3-fwd is not installed (pip install fa3-fwd)"),
         (LARGE, HOPPER, {}, "flash-attn 2 is not installed (pip install --no-build-isolation 'quire[flash]')"),
     ],
 )
@@ -201,7 +206,23 @@ def test_a_library_that_reads_unused_slots_is_not_taken(monkeypatch, install):
 
 
 def test_libraries_have_names_of_their_own():
-    assert len({library.name for library in LIBRARIES}) == len(LIBRARIES) == 3
+    assert len({library.name for library in LIBRARIES}) == len(LIBRARIES) == 4
+
+
+def test_a_wheel_without_fp16_is_not_taken_for_it(install):
+    install("fa3_fwd_interface", flash_attn_varlen_func=libraries.varlen_of_3_fwd())
+    assert taken(SMALL).name == "triton+fa3-fwd"
+    said = refusal(SMALL, dtype=torch.float16)
+    assert "fa3-fwd fails here: This flash attention build does not support FP16.;" in said
+
+
+def test_a_wheel_for_another_cuda_says_so(monkeypatch, install):
+    class Broken(ModuleType):
+        def __getattr__(self, name):
+            raise OSError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", Broken("fa3_fwd_interface"))
+    assert "fa3-fwd cannot be loaded: libcudart.so.13: cannot open shared object file;" in refusal(SMALL)
 
 
 def test_a_version_that_splits_contexts_unasked_is_told_not_to():
@@ -251,10 +272,13 @@ def test_the_installed_torch_takes_what_it_is_given(monkeypatch):
             assert loaded.attend(q, keys, values, batch.shape, weightless).shape == q.shape
 
 
-@pytest.mark.parametrize("library", ["flash-attn 2", "flash-attn 3"])
+@pytest.mark.parametrize("library", ["flash-attn 2", "flash-attn 3", "fa3-fwd"])
 def test_a_model_computes_the_same_with_it(install, library):
     """The embedded model, its prompts in chunks beside decode rows."""
-    (install_2 if library == "flash-attn 2" else install_3)(install)
+    if library == "fa3-fwd":
+        install("fa3_fwd_interface", flash_attn_varlen_func=libraries.varlen_of_3_fwd())
+    else:
+        (install_2 if library == "flash-attn 2" else install_3)(install)
     page = 256 if library == "flash-attn 2" else 16
     kernels = with_flash_attention(
         REFERENCE, device=CPU, dtype=torch.bfloat16, kv=KVFormat(head_dim=64, block_size=page), capability=HOPPER

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire_kernels.flash import flash_attn_2, flash_attn_3, torch_varlen
+from quire_kernels.flash import fa3_fwd, flash_attn_2, flash_attn_3, torch_varlen
 from quire_kernels.flash.attention import FlashAttention
 from quire_kernels.flash.flash_attn_3 import FlashAttn3
 from quire_kernels.flash.library import Loaded
@@ -26,6 +26,7 @@ LIBRARIES = {
     "flash-attn 3": (libraries.load_3, 16),
     "flash-attn 3, pages of 32": (libraries.load_3, 32),
     "torch": (libraries.load_torch, 256),
+    "fa3-fwd": (libraries.load_3_fwd, 16),
 }
 # (tokens present after the step, rows of them in the step) of each sequence.
 BATCHES = {
@@ -68,6 +69,8 @@ def test_heads_of_any_number_and_width(load, page, shape):
 
 @pytest.mark.parametrize(("load", "page"), LIBRARIES.values(), ids=LIBRARIES)
 def test_float16_too(load, page):
+    if load is libraries.load_3_fwd:
+        pytest.skip("it is compiled without")
     batch = paged_batch(BATCHES["mixed"], shape_of(4, 2, 64), page=page, dtype=torch.float16)
     assert is_close(attend(load(), batch), batch)
 
@@ -244,6 +247,50 @@ def test_a_wrong_argument_of_flash_attn_3_is_found(fault):
 def test_a_wrong_argument_of_torch_is_found(fault):
     batch = paged_batch(BATCHES["chunks"], shape_of(4, 2, 64, 50), page=256)
     assert fails(torch_varlen.loaded(faulty(libraries.varlen_of_torch(), fault), version=""), batch)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        without("causal"),
+        without("softmax_scale"),
+        exchanged("k", "v"),
+        exchanged("cu_seqlens_q", "cu_seqlens_k"),
+        exchanged("max_seqlen_q", "max_seqlen_k"),
+        changed("max_seqlen_q", lambda most: most - 1),
+        changed("cu_seqlens_k", lambda starts: starts.long()),
+        changed("k", lambda k: k[1:]),
+        changed("k", lambda k: k.roll(1, 0)),
+        added("page_table", None),
+    ],
+)
+def test_a_wrong_argument_of_fa3_fwd_is_found(fault):
+    batch = paged_batch(BATCHES["chunks"], shape_of(4, 2, 64), page=16)
+    assert fails(fa3_fwd.loaded(faulty(libraries.varlen_of_3_fwd(), fault), version=""), batch)
+
+
+def test_what_fa3_fwd_does_not_compute_is_the_kernels_own():
+    """Rows that are alone, and layers with a window; of a step with both kinds of rows it gets the prompts."""
+    asked, own = [], []
+
+    def noted(q, shape, kv, layer, step):
+        own.append((len(q), shape.window))
+        return REFERENCE.attention(q, shape, kv, layer, step)
+
+    def seen(arguments):
+        asked.append((len(arguments["q"]), len(arguments["k"])))
+        return arguments
+
+    loaded = fa3_fwd.loaded(faulty(libraries.varlen_of_3_fwd(), seen), version="")
+    batch = paged_batch(BATCHES["mixed"], shape_of(4, 2, 64), page=16)
+    found = FlashAttention(loaded, noted).attention(batch.q, batch.shape, batch.kv, LAYER, batch.step)
+    assert is_close(found, batch)
+    assert (asked, own) == ([(23, 535)], [(2, None)])
+    windowed = replace(batch, shape=shape_of(4, 2, 64, 30))
+    assert is_close(
+        FlashAttention(loaded, noted).attention(batch.q, windowed.shape, batch.kv, LAYER, batch.step), windowed
+    )
+    assert own[1:] == [(25, 30)]
 
 
 @pytest.mark.parametrize("load", [libraries.load_2, libraries.load_torch])

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quire_kernels.flash import flash_attn_2, flash_attn_3, torch_varlen
+from quire_kernels.flash import fa3_fwd, flash_attn_2, flash_attn_3, torch_varlen
 from quire_kernels.flash.library import Loaded
 from support import flash_standins
 from support.flash_signatures import entry
@@ -41,6 +41,15 @@ def with_kvcache_of_3(version: str = "2.8.3.post2") -> Callable[..., torch.Tenso
 
 def varlen_of_torch(version: str = "2.13.0") -> Callable[..., torch.Tensor]:
     return standin(entry("torch", version, TORCH, "varlen_attn"), flash_standins.torch_varlen)
+
+
+def varlen_of_3_fwd(version: str = "0.0.3") -> Callable[..., torch.Tensor]:
+    found = entry("fa3-fwd", version, "fa3_fwd_interface.py", "flash_attn_varlen_func")
+    return standin(found, flash_standins.fa3_fwd_varlen)
+
+
+def load_3_fwd(version: str = "0.0.3") -> Loaded:
+    return fa3_fwd.loaded(varlen_of_3_fwd(version), version=version)
 
 
 def load_2(version: str = "2.8.3.post2") -> Loaded:

@@ -24,9 +24,10 @@ DATA = Path(__file__).parents[1] / "kernels" / "data" / "flash_signatures.json"
 FUNCTIONS = {
     ("flash-attn", "flash_attn/flash_attn_interface.py"): ("flash_attn_varlen_func", "flash_attn_with_kvcache"),
     ("flash-attn", "hopper/flash_attn_interface.py"): ("flash_attn_with_kvcache",),
+    ("fa3-fwd", "fa3_fwd_interface.py"): ("flash_attn_varlen_func",),
     ("torch", "torch/nn/attention/varlen.py"): ("varlen_attn",),
 }
-_NAME = re.compile(r"([A-Za-z_]+)-(\d[\w.]*?)(?:[-+].*)?(?:\.tar\.gz|\.whl)?")
+_NAME = re.compile(r"([A-Za-z_][A-Za-z_0-9]*)-(\d[\w.]*?)(?:[-+].*)?(?:\.tar\.gz|\.whl)?")
 
 
 def read(source: Path) -> list[dict[str, Any]]:

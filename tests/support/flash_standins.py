@@ -128,6 +128,38 @@ def flash_attn_3_with_kvcache(
     return out
 
 
+def fa3_fwd_varlen(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+) -> Tensor:
+    """[T, Hq, D]. Keys lie one after the other, as many of each sequence as `cu_seqlens_k` says; bf16 alone."""
+    if q.dtype != torch.bfloat16:
+        raise RuntimeError("This flash attention build does not support FP16.")
+    whole = k[None].contiguous(), v[None].contiguous()
+    tables = torch.zeros(len(cu_seqlens_q) - 1, 1, dtype=torch.int32)
+    _tensors(q, *whole, tables)
+    _index(cu_seqlens_q, "cu_seqlens_q", len(cu_seqlens_q))
+    _index(cu_seqlens_k, "cu_seqlens_k", len(cu_seqlens_q))
+    starts, ends = cu_seqlens_k.tolist()[:-1], cu_seqlens_k.tolist()[1:]
+    assert ends[-1] == len(k) == len(v), "keys that belong to no sequence"
+    assert max_seqlen_k >= max(end - start for start, end in zip(starts, ends, strict=True)), "max_seqlen_k is less"
+    out = torch.full_like(q, NAN)
+    for i, (low, end) in enumerate(pairwise(cu_seqlens_q.tolist())):
+        high = min(end, low + max_seqlen_q)
+        own = [x[starts[i] : ends[i]].unsqueeze(0) for x in (k, v)]
+        right = 0 if causal else -1
+        out[low:high] = _sequence(q[low:high], *own, tables[i], ends[i] - starts[i], softmax_scale, -1, right)
+    return out
+
+
 def torch_varlen(
     *,
     query: Tensor,

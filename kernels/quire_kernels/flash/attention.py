@@ -1,6 +1,6 @@
 """The op *attention* of a kernel set, computed by a library directly over the KV pool.
 
-Promises: keys and values are not copied; no call waits for the device.
+Promises: keys and values are copied only for a library that needs them in one piece; no call waits for the device.
 
 The pool is [blocks, layers, 2 (K, V), kv_heads, page, head_dim] of the model's dtype. The arguments for a library
 follow from the shapes and from the step's values on the host. So a step that is captured for replay must be captured
@@ -23,7 +23,7 @@ Attention = Callable[[Tensor, AttentionShape, Tensor, int, AttentionInput], Tens
 
 
 class FlashAttention:
-    """Attention of one model by a library, and of layers with softcaps or sinks by the kernels' own."""
+    """Attention of one model by a library, and of layers or rows that it does not compute by the kernels' own."""
 
     def __init__(self, library: Loaded, own: Attention) -> None:
         self._library, self._own = library, own
@@ -37,20 +37,26 @@ class FlashAttention:
             raise ValueError(f"kv holds {kv.dtype}, the rows are {q.dtype}")
         if not 0 <= layer < kv.shape[1]:  # a negative one would be taken for another layer
             raise ValueError(f"kv has {kv.shape[1]} layers, there is no layer {layer}")
-        if shape.softcap is not None or shape.sinks is not None:
+        has_window = shape.window is not None and not self._library.windows
+        if has_window or shape.softcap is not None or shape.sinks is not None:
             return self._own(q, shape, kv, layer, step)
         keys, values = (kv[:, layer, half].transpose(1, 2) for half in (0, 1))  # [blocks, page, Hkv, D]
-        found = [
-            self._library.attend(q[part.first_row : part.first_row + part.num_rows], keys, values, shape, part)
-            for part in self._parts(step)
-        ]
+        found = []
+        for part in self._parts(step, page=kv.shape[4]):
+            rows = q[part.first_row : part.first_row + part.num_rows]
+            if part.decodes and not self._library.decodes:
+                found.append(self._own(rows, shape, kv, layer, part.rows).view(rows.shape))
+            else:
+                found.append(self._library.attend(rows, keys, values, shape, part))
         if not found:
             return q.flatten(1)
         out = found[0] if len(found) == 1 else torch.cat(found)
         return out.flatten(1)
 
-    def _parts(self, step: AttentionInput) -> tuple[Part, ...]:
+    def _parts(self, step: AttentionInput, *, page: int) -> tuple[Part, ...]:
         """Computed once for all layers of a step."""
         if self._step is None or self._step[0] is not step:
-            self._step = step, parts_of(step, decodes_apart=self._library.decodes_apart)
+            library = self._library
+            places = page if library.needs_one_piece else 0
+            self._step = step, parts_of(step, decodes_apart=library.decodes_apart, page=places)
         return self._step[1]

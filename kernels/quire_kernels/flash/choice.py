@@ -14,6 +14,7 @@ import torch
 
 from quire_kernels.flash import trial
 from quire_kernels.flash.attention import FlashAttention
+from quire_kernels.flash.fa3_fwd import Fa3Fwd
 from quire_kernels.flash.flash_attn_2 import FlashAttn2
 from quire_kernels.flash.flash_attn_3 import FlashAttn3
 from quire_kernels.flash.library import Library
@@ -23,7 +24,7 @@ from quire_kernels.provider import Unavailable
 
 _log = logging.getLogger(__name__)
 
-LIBRARIES: tuple[Library, ...] = (FlashAttn3(), FlashAttn2(), TorchVarlen())
+LIBRARIES: tuple[Library, ...] = (FlashAttn3(), Fa3Fwd(), FlashAttn2(), TorchVarlen())
 DTYPES = (torch.bfloat16, torch.float16)
 
 

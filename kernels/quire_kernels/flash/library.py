@@ -31,6 +31,9 @@ class Loaded:
     version: str
     attend: Attend
     decodes_apart: bool  # whether single rows are faster in a call of their own
+    decodes: bool = True  # whether it computes those; else the kernels' own attention does
+    windows: bool = True  # whether it computes layers with a window; the same
+    needs_one_piece: bool = False  # whether it asks a part for the places of its keys, one after the other
 
 
 class Library(Protocol):
