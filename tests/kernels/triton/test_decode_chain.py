@@ -225,6 +225,7 @@ def _model(**options: Any) -> Model:
     )
 
 
+@pytest.mark.sim
 def test_tokens_are_the_references():
     assert _model(chained=True).greedy(PROMPTS, 3) == _model().greedy(PROMPTS, 3)
 
@@ -352,6 +353,7 @@ def test_planted_bugs_are_found(old, new, tmp_path):
         step.check(module=module)
 
 
+@pytest.mark.sim
 def test_decodes_beside_a_prompt_are_served_by_single_ops():
     """A decode and a prompt in one step: the bits of the same set that chains nothing."""
     chained, single = _model(chained=True), _model(chained=False)
