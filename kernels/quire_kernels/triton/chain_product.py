@@ -2,7 +2,7 @@
 
 Promises: a program reads nothing but weights before it waits for the launch before, and stores nothing; every path
 through a kernel waits, so a launch ends after all before it. The order of a sum depends on the weight alone, whatever
-the number of rows is. Must not know: which launch follows which.
+the number of rows is.
 
 With programmatic dependent launch (PDL, compute capability 9.0 and newer) the programs of a launch start as soon as all
 programs of the launch before have said so, which these do at once. Until it has ended they load the first columns of

@@ -104,9 +104,7 @@ def decode_parts(  # noqa: PLR0917
                 SOFTCAP, ROWS, TILE, WINDOW, HEAD_DIM, BLOCK_D, PAGE, KV_HALF, KV_BLOCK, FP8,
             )  # fmt: skip
             peak, total, values = join_parts(peak, total, values, part_peak, part_total, of_part)
-    is_whole = (first + 1) * SPLIT >= length
-    if JOINED:
-        is_whole = length > 0
+    is_whole = length > 0 if JOINED else (first + 1) * SPLIT >= length
     if is_whole:  # there is no other part
         if SINKS:
             total, values = with_sinks(peak, total, values, tl.load(sinks + heads, mask=members < GROUP, other=0.0))

@@ -83,7 +83,7 @@ class _Layer:
 
 
 class _Room(NamedTuple):
-    """What the launches of a step pass on, the same memory in every layer."""
+    """The memory by which launches pass on their results, the same in every layer."""
 
     q: Tensor  # [T, Hq, D]
     mixed: Tensor  # [T, Hq, D]

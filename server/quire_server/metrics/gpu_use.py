@@ -1,4 +1,4 @@
-"""What the driver says of the GPU that the engine computes on, by NVML, the library that comes with the driver.
+"""The use of the GPU that the engine computes on, as the driver tells it by its library, NVML.
 
 Promises: a look takes microseconds and never raises; where the library or the GPU is not this machine's, there is no
 answer, and the library is not asked for again. Must not know: the event loop, HTTP.
@@ -28,7 +28,7 @@ class _Memory(ctypes.Structure):
 
 
 class GpuUse(NamedTuple):
-    """One look at a GPU, whoever uses it."""
+    """One look at a GPU, with all that is computed there."""
 
     busy: float  # 0 to 1: of the driver's last sample period, up to a second, the share in which a kernel ran
     memory: int  # bytes in use
