@@ -85,7 +85,7 @@ class EngineFields(BaseModel):
         "who computes attention on a GPU: our kernels (auto, triton) or an installed library (flash-attn)",
     )
     quantization: Quantization | None = option(
-        None, "Model", "weights held as int8 or int4, converted at load; C++ kernels on a CPU, Triton on a GPU"
+        None, "Model", "weights held as int8 or int4, converted at load; C++ or Triton kernels"
     )
     kv_cache_dtype: Annotated[KVCacheDType, BeforeValidator(synonym_of("kv_cache_dtype"))] = option(
         "auto",
