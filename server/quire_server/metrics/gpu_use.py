@@ -1,30 +1,15 @@
-"""The use of the GPU that the engine computes on, as the driver tells it by its library, NVML.
+"""The use of the GPU that the engine computes on, as the driver tells it by NVML, with the package `nvidia-ml-py`.
 
-Promises: a look takes microseconds and never raises; where the library or the GPU is not this machine's, there is no
-answer, and the library is not asked for again. Must not know: the event loop, HTTP.
+Promises: a look takes microseconds and never raises; where the package, the driver or the GPU is not this machine's,
+there is no answer, and none is asked for again. Must not know: the event loop, HTTP.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from quire_server.metrics.metric_values import Values
-
-_LIBRARY = "libnvidia-ml.so.1"
-
-
-class _Utilization(ctypes.Structure):
-    """`nvmlUtilization_t`: percent of the last sample period."""
-
-    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
-
-
-class _Memory(ctypes.Structure):
-    """`nvmlMemory_t`: bytes."""
-
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
 class GpuUse(NamedTuple):
@@ -37,38 +22,33 @@ class GpuUse(NamedTuple):
 class GpuReader:
     """Looks at one GPU, given by its UUID."""
 
-    def __init__(self, load: Callable[[str], Any] = ctypes.CDLL) -> None:
-        """`load`: gives the library; raises OSError where there is none."""
-        self._load = load
-        self._uuid = ""
-        self._library: Any = None
-        self._device = ctypes.c_void_p()
+    def __init__(self, nvml: Any = None) -> None:
+        """`nvml`: the module; None: imported when it is needed, if it is installed."""
+        self._nvml, self._uuid, self._handle = nvml, "", None
 
     def follow(self, uuid: str) -> None:
         """From now on look at this GPU; empty: at none."""
         if uuid == self._uuid:
             return
-        self._uuid, self._library = uuid, None
+        self._uuid, self._handle = uuid, None
         if not uuid:
             return
         try:
-            library = self._load(_LIBRARY)
-            found = library.nvmlInit_v2() == 0 and self._find(library, uuid)
-        except (OSError, AttributeError):  # no driver; one that is too old
-            return
-        self._library = library if found else None
-
-    def _find(self, library: Any, uuid: str) -> bool:
-        return bool(library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(self._device)) == 0)
+            self._nvml = import_module("pynvml") if self._nvml is None else self._nvml
+            self._nvml.nvmlInit()
+            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+        except Exception:  # not installed, no driver, another machine's: NVML has an error class for each reason
+            self._handle = None
 
     def read(self) -> GpuUse | None:
         """None: it cannot be seen from here."""
-        if self._library is None:
+        if self._handle is None:
             return None
-        rates, memory = _Utilization(), _Memory()
-        failed = self._library.nvmlDeviceGetUtilizationRates(self._device, ctypes.byref(rates))
-        failed |= self._library.nvmlDeviceGetMemoryInfo(self._device, ctypes.byref(memory))
-        return None if failed else GpuUse(busy=rates.gpu / 100, memory=memory.used)
+        try:
+            busy = self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu
+            return GpuUse(busy=busy / 100, memory=int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used))
+        except self._nvml.NVMLError:
+            return None
 
 
 class GpuMetrics:
