@@ -153,9 +153,9 @@ def decodes_check(subject: Subject, heads: Heads, *, hidden: int, inner: int) ->
         def by(ops: KernelSet, kind: torch.dtype) -> tuple[Tensor, Tensor, list[LayerOp]]:
             program = list(_plain_layers(ops, heads, dtype, kind, device, hidden=hidden, inner=inner))
             kv = ops.new_kv(*pool, kind, device)
-            run_layers(ops, program, known.to(kind), [kv], history)
+            run_layers(ops, program, known.to(kind, copy=True), [kv], history)
             before = kv.clone()
-            return run_layers(ops, program, x.to(kind), [kv], each).clone(), before, program
+            return run_layers(ops, program, x.to(kind, copy=True), [kv], each), before, program
 
         exact, _, _ = by(REFERENCE, torch.float32)
         single, kv, program = by(kernels, dtype)
