@@ -87,7 +87,6 @@ from quire_kernels.ranks import Collective
 __all__ = ["BuiltEngine", "build", "plan_text", "resolve", "resolve_plan"]
 
 _log = logging.getLogger(__name__)
-_CAPTURE_SECONDS = 2.0  # of a start in which graphs of steps are captured ahead; an idle server goes on with them
 _DRAFT_SHARE = 0.25  # of the pool's bytes: the draft model's own pool at most
 
 
@@ -481,11 +480,7 @@ def _make_executor(  # noqa: PLR0917 - the parts of an engine
         store = open_prefix_files(directory, resolved.kv_layout(), rows, most, places=places)
     elif resolved.asked.kv_offload_dir:
         host_keys = executor.keep_host_blocks(directory, resolved.kv_layout())
-    executor.capture_largest()
-    executor.choose_launches()
-    left = executor.capture_ahead(_CAPTURE_SECONDS)
-    if left:
-        _log.info("%d graphs of steps are not captured yet: when a step needs them, or when the server is idle", left)
+    executor.capture_graphs()
     transfer = resolved.asked.kv_transfer
     peers = None if transfer is None else open_transfer(transfer, rows, resolved.kv_layout)
     return executor, swap_seconds, host_keys, store, peers

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 
+from quire_engine.execution import executor
 from quire_engine.execution.gpu import graphs, runner
 from quire_engine.execution.gpu.graphs import Bucket, MixedBucket, StepGraphs
 from quire_engine.execution.gpu.tables import DRAWS, LIMITS_K
@@ -37,6 +38,16 @@ def test_steps_find_the_graphs_that_were_captured_ahead():
     both.check()
     assert both.device.captures == captures
     assert both.device.replays >= len(both.story.steps) - 1, "all but a step with more sequences than two"
+
+
+def test_a_start_captures_for_a_while_and_tells_how_many_are_left(monkeypatch, caplog):
+    monkeypatch.setattr(executor, "_CAPTURE_SECONDS", 0.0)
+    both = told()
+    with caplog.at_level(logging.INFO):
+        both.executor.capture_graphs()
+    assert both.device.captures == 2, "the largest, and one more"
+    left = len(both.runner._graphs.missing())
+    assert f"{left} graphs of steps are left to be captured" in caplog.text
 
 
 def test_none_is_captured_while_a_step_is_in_flight():

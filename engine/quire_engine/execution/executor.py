@@ -6,6 +6,7 @@ fails alone. Build and the measurement of memory make the same executor.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +35,9 @@ from quire_engine.execution.step_recovery import recover
 from quire_engine.limits import SchedulerLimits
 from quire_kernels.kernel_set import KernelSet
 from quire_kernels.reference import REFERENCE
+
+_log = logging.getLogger(__name__)
+_CAPTURE_SECONDS = 2.0  # of a start in which graphs are captured ahead; an idle server goes on with them
 
 
 class BegunStep(Protocol):
@@ -133,6 +137,14 @@ class Executor:
 
     def choose_launches(self) -> None:
         self._runner.choose_launches()
+
+    def capture_graphs(self) -> None:
+        """Before the first step: the largest graphs, and for a while those that steps will likely need."""
+        self.capture_largest()
+        self.choose_launches()
+        left = self.capture_ahead(_CAPTURE_SECONDS)
+        if left:
+            _log.info("%d graphs of steps are left to be captured, when the server is idle or a step needs them", left)
 
     def prepare(self) -> int:
         """Capture one graph before a step needs it; how many are left. 0 with a step in flight."""
