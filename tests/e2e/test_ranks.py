@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from e2e.served import Served
-from replicas.__main__ import FLAGS, cpu_variant
+from replicas.__main__ import FLAGS, cpu_variant, replicas
 from replicas.streams import Said, differences, reached, streams
 
 pytestmark = pytest.mark.e2e
@@ -57,3 +57,21 @@ def test_four_ranks_and_their_weights_in_int4(alone: Any) -> None:
         assert len(ranks_of(server)) == 3
         assert not differences(expected, asyncio.run(streams(server.url, 16)))
         assert "4 ranks of 1 thread" in server.log()
+
+
+def test_a_kill_of_one_replica_s_rank_moves_its_streams(alone: Any) -> None:
+    beside = ("--replicas", "2", "-tp", "2", "--num-threads", "4")
+    with Served(*FLAGS, *alone[1], *beside) as server:
+        engines = [row["pid"] for row in replicas(server)]
+        (rank,) = (
+            child.pid
+            for child in psutil.Process(engines[0]).children()
+            if "quire_engine.process.rank" in child.cmdline()
+        )
+
+        async def kill(share: Callable[[], float]) -> None:
+            await reached(share, 0.4)
+            os.kill(rank, signal.SIGKILL)
+
+        assert not differences(alone[0], asyncio.run(streams(server.url, NUM_STREAMS, kill)))
+        assert server.metric("quire_streams_moved_total") > 0

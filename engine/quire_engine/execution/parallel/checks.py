@@ -29,7 +29,6 @@ def check_ranks(
         (device.type != "cpu", "ranks compute on a CPU only; set device to cpu"),
         (bool(implementation), "the model is computed by transformers' code, which is not divided among ranks"),
         (kernels.join is None, f"the {kernels.name} kernels are not divided among ranks; set kernels to cpu"),
-        (asked.replicas > 1, "engines of one machine are replicas or have ranks; set replicas to 1"),
         (
             size not in possible,
             f"{model.num_heads} heads, and {' or '.join(map(str, counts))} of keys, are not divided among so many"
