@@ -1,6 +1,7 @@
 """Tells a service manager, such as systemd, the state of the server: that it is ready, stops, and lives.
 
-Promises: nothing is sent without NOTIFY_SOCKET; a service manager that is gone costs one line in the log.
+Promises: nothing is sent without NOTIFY_SOCKET; a service manager that is gone costs one line in the log, and one that
+is slow learns of the ready server later.
 Must not know: HTTP, the engine.
 """
 
@@ -28,6 +29,7 @@ class ServiceManager:
     is_ready: bool = False
     _last_status: str = field(default="", init=False)
     _has_complained: bool = field(default=False, init=False)
+    _waiting: bytes = field(default=b"", init=False)  # a change of state for which the socket had no room
 
     def ready(self, status: str) -> None:
         """Requests are served from now on; `status` is one line for people."""
@@ -48,16 +50,25 @@ class ServiceManager:
             self._last_status = text
             self._send(f"STATUS={text}")
 
+    def again(self) -> None:
+        """Send a change of state that found no room in the socket."""
+        waiting, self._waiting = self._waiting, b""
+        if waiting:
+            self._send(waiting.decode())
+
     def _send(self, *lines: str) -> None:
         if self.address is None:
             return
-        path = self.address.path
+        path, message = self.address.path, "\n".join(lines).encode()
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
                 sock.setblocking(False)
                 # An address in the abstract namespace is written with an @ in place of its zero byte.
                 sock.connect(f"\0{path[1:]}" if path.startswith("@") else path)
-                sock.send("\n".join(lines).encode())
+                sock.send(message)
+        except BlockingIOError:  # signs of life come again by themselves
+            if message.startswith((b"READY", b"STOPPING")):
+                self._waiting = message
         except OSError as error:
             if not self._has_complained:
                 self._has_complained = True
@@ -87,6 +98,7 @@ async def _beat(manager: ServiceManager, watchdog_seconds: float | None, progres
     # Half the period, as sd_watchdog_enabled(3) advises.
     seconds = min(_STATUS_SECONDS, watchdog_seconds / 2) if watchdog_seconds else _STATUS_SECONDS
     while True:
+        manager.again()
         if watchdog_seconds:
             manager.alive()
         if not manager.is_ready:

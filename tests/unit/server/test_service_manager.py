@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,24 @@ def test_a_stuck_event_loop_gives_none(manager: socket.socket, monkeypatch: pyte
         except BlockingIOError:
             break
     assert found == [b"WATCHDOG=1", b"STATUS=loading"]
+
+
+def test_a_full_socket_delays_what_must_arrive(manager: socket.socket) -> None:
+    async def server() -> None:
+        async with service_manager(asyncio.get_running_loop().create_future(), lambda: "loading") as told:
+            while not told._waiting:
+                told.ready("serving")  # until the socket has no room
+            manager.setblocking(False)
+            with suppress(BlockingIOError):
+                while manager.recv(4096):
+                    pass
+            told.again()
+            assert manager.recv(4096) == b"READY=1\nSTATUS=serving"
+            told.again()
+            with pytest.raises(BlockingIOError):  # it is sent once
+                manager.recv(4096)
+
+    asyncio.run(server())
 
 
 def test_without_one_nothing_is_sent_or_started() -> None:
