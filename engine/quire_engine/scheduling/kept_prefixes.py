@@ -31,6 +31,9 @@ _TICK = 0.0005  # seconds at least that are waited at a time
 _LITTLE = 0.5  # share of what was fetched: with less in time it would have been sooner to compute
 
 
+Allocate = Callable[[SchedulerConfig], KVAllocator]
+
+
 def allocator_with(
     config: SchedulerConfig, host_keys: Collection[bytes], store: BlockStore | None, peers: BlockPeers | None
 ) -> tuple[KVAllocator, Swapping | None]:

@@ -445,6 +445,16 @@ def matchable(kv: KVAllocator) -> list[list[int]]:
     return [list(map(short_name, cache.contents())) for cache in kv._caches.each]
 
 
+def cached_blocks(kv: KVAllocator) -> Iterator[int]:
+    """The blocks that no table holds and whose content can be matched."""
+    return iter(kv._pool.shares.cached())
+
+
+def leave_out_tails(kv: KVAllocator) -> None:
+    """Whole blocks alone are kept and found from now on."""
+    kv._tails = Tails(kv.block_size, finds=False)
+
+
 def tell(kv: KVAllocator, config: SchedulerConfig) -> None:
     """Tell routers, ours and others, of cached blocks, where the configuration asks for it."""
     kv.prefixes.is_on, kv.told_blocks.is_on = config.tells_prefixes, config.tells_blocks

@@ -18,7 +18,7 @@ from quire_engine.invariants import require
 from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.decode_columns import FEWEST, DecodeColumns
 from quire_engine.scheduling.gate import check_request
-from quire_engine.scheduling.kept_prefixes import KeptPrefixes, allocator_with
+from quire_engine.scheduling.kept_prefixes import Allocate, KeptPrefixes, allocator_with
 from quire_engine.scheduling.log.inspection import Arguments, Inspection, engine_stats
 from quire_engine.scheduling.log.step_log import StepLog
 from quire_engine.scheduling.outputs import expired_outputs
@@ -50,17 +50,21 @@ class Scheduler:
         record: BlockRecord | None = None,
         speculate: Speculate | None = None,
         columns_from: int | None = FEWEST,
+        allocate: Allocate | None = None,
     ) -> None:
         """`host_keys`: of the first host blocks, on disk; `store`, `peers`: of prefixes; `speculate` adds drafts.
 
         `record`: of what the pool holds, for an executor that computes one step at a time.
 
-        `columns_from`: running sequences from which on plain decodes come into the columns; None: never.
+        `columns_from`: running sequences from which on plain decodes come into the columns; None: never. `allocate`:
+        makes the allocator in place of the one that the configuration asks for.
         """
         config.check()
         limits, policies = config.limits, policies or policies_for(config.limits)
         self._config, self._itl = config, policies.itl
-        self._kv, self._swapping = allocator_with(config, host_keys, store, peers)
+        self._kv, self._swapping = (
+            allocator_with(config, host_keys, store, peers) if allocate is None else (allocate(config), None)
+        )
         self._roster = Roster(self._kv, policies.order)
         self._columns = DecodeColumns(
             self._kv,

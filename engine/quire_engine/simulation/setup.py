@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from quire_engine.cost_model import UNIT_STEPS, CostModel
 from quire_engine.errors import ConfigError
 from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerConfig, SchedulerLimits, first_claim
 
+MatchName = Literal["whole", "blocks", "radix"]
+MATCH_NAMES: tuple[MatchName, ...] = ("whole", "blocks", "radix")
 _POOL_NAMES = ("num_blocks", "max_model_len", "plans_ahead", "windows")
 _QUEUE_NAMES = ("max_num_queued_reqs", "max_num_queued_tokens")
 CHANGEABLE = (*LIMIT_NAMES, *_POOL_NAMES, *_QUEUE_NAMES, "speculation")
@@ -27,6 +29,7 @@ class Setup:
     cost: CostModel = UNIT_STEPS
     max_num_queued_reqs: int = 256
     max_num_queued_tokens: int | None = None
+    prefix_match: MatchName = "radix"  # how cached prefixes are found; a server's way is radix
     speculation: float = 0.0  # share of guessed tokens that are right, each if those before were; 0: none are guessed
 
     @property

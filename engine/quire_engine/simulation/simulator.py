@@ -21,6 +21,7 @@ from quire_engine.scheduling.speculation import Speculation
 from quire_engine.simulation.guessing import SimulatedDrafter, drawn
 from quire_engine.simulation.leap import held_blocks, leap, prompt_leap
 from quire_engine.simulation.outcome import Moment, Outcome, Served
+from quire_engine.simulation.prefix_match import matching
 from quire_engine.simulation.requests import DecodingRows, as_request, number_of, own_token
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.traces import TraceRow
@@ -45,7 +46,9 @@ class Simulation:
         config = replace(setup.scheduler, limits=replace(setup.scheduler.limits, step_log=0))
         guesses = SimulatedDrafter(self._share_of)
         speculate = partial(Speculation, guesses, plans_ahead=config.plans_ahead) if setup.speculation else None
-        self._scheduler = Scheduler(config, speculate=speculate, columns_from=columns_from)
+        allocate = matching(setup.prefix_match, config)
+        columns_from = columns_from if allocate is None else None  # whose blocks the others would not hear of
+        self._scheduler = Scheduler(config, speculate=speculate, columns_from=columns_from, allocate=allocate)
         self._columns_from = self._scheduler._columns.fewest
         self._rows = DecodingRows()
         self._watch = watch

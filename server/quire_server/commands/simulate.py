@@ -20,17 +20,18 @@ from rich.console import Console
 from quire_engine.cost_model import read_cost, seconds
 from quire_engine.errors import ConfigError
 from quire_engine.ranks import num_exchanges
+from quire_engine.simulation.contiguous import simulate_contiguous
 from quire_engine.simulation.lengths import exercise_setup, rows_of
 from quire_engine.simulation.outcome import Outcome
 from quire_engine.simulation.plotting import svg, terminal
 from quire_engine.simulation.report import Report, compare, report
-from quire_engine.simulation.setup import Setup, parse_settings, setup
+from quire_engine.simulation.setup import MATCH_NAMES, Setup, parse_settings, setup
 from quire_engine.simulation.simulator import simulate
 from quire_engine.simulation.slo import Slo, parse_slo
 from quire_engine.simulation.static_batching import StaticOutcome, simulate_static
 from quire_engine.simulation.traces import TraceError, TraceRow, read_trace
 from quire_server.commands.planning.fleets import add_fleet_flags, refuse_fleet_flags, simulate_fleet
-from quire_server.commands.planning.shown import print_report, print_static
+from quire_server.commands.planning.shown import print_contiguous, print_report, print_static
 from quire_server.commands.showing.terminal import (
     BAD_USAGE,
     DONE,
@@ -103,17 +104,31 @@ def build_parser() -> argparse.ArgumentParser:
         " [each output's length]",
     )
     add_setup_flags(parser)
+    parser.add_argument(
+        "--prefix-match",
+        choices=MATCH_NAMES,
+        default="radix",
+        help="how a cached prefix is found: only as a whole content, by whole blocks, or by tokens as this server does",
+    )
     add_fleet_flags(parser)
     _add_size(parser)
+    _add_output_flags(parser)
+    return parser
+
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("Output")
     out.add_argument("--slo", type=str, metavar="LIST", help="objectives, such as ttft_p95=2s,itl_p99=150ms")
-    out.add_argument("--compare", choices=("static",), help="also the same load in static batches")
+    out.add_argument(
+        "--compare",
+        choices=("static", "contiguous"),
+        help="also the same load in static batches, or in memory without pages, its holes drawn",
+    )
     out.add_argument(
         "--plot", nargs="?", const="-", metavar="FILE", help="used blocks over time here, and as SVG in FILE"
     )
     out.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers here")
     out.add_argument("--against", type=Path, metavar="FILE", help="compare with an earlier --json")
-    return parser
 
 
 def _add_size(parser: argparse.ArgumentParser) -> None:
@@ -175,6 +190,8 @@ def _check_fleet(given: argparse.Namespace) -> None:
     """Refuse flags that a fleet does not read. Raises ConfigError."""
     if given.trace is None:
         raise ConfigError("--replicas needs a --trace")
+    if given.prefix_match != "radix":
+        raise ConfigError("--prefix-match works without --replicas only")
     for name in ("compare", "against", "max_tokens"):
         if getattr(given, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} works without --replicas only")
@@ -190,6 +207,7 @@ def _simulate(given: argparse.Namespace, console: Console) -> int:
         asked = of_ranks(asked.with_settings(parse_settings(given.set)), given)
     else:
         rows, asked = asked_trace(given), asked_setup(given)
+    asked = replace(asked, prefix_match=given.prefix_match)
     if given.replicas is not None:
         _check_fleet(given)
         return simulate_fleet(given, rows, asked, slo, console)
@@ -209,7 +227,9 @@ def _simulate(given: argparse.Namespace, console: Console) -> int:
         ends = "/".join(f"{one.ended_step}" for one in outcome.requests)
         console.print(f"{'finish':<14}after steps {ends}", highlight=False)
     static: StaticOutcome | None = None
-    if given.compare:
+    if given.compare == "contiguous":
+        print_contiguous(simulate_contiguous(asked, rows, speed=given.scale_rate), found, console)
+    if given.compare == "static":
         static = simulate_static(asked, rows, speed=given.scale_rate)
         print_static(static, found, console)
     if earlier is not None:
@@ -246,6 +266,7 @@ def _write(path: Path, found: Report, asked: Setup, given: argparse.Namespace) -
             "scale_rate": given.scale_rate,
             "scale_len": given.scale_len,
             "max_tokens": given.max_tokens,
+            "prefix_match": given.prefix_match,
         },
     }
     try:

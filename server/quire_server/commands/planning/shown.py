@@ -8,6 +8,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from quire_engine.simulation.contiguous import LEGEND, ContiguousOutcome, drawn
 from quire_engine.simulation.report import Distribution, Report
 from quire_engine.simulation.static_batching import StaticOutcome
 from quire_server.commands.showing.terminal import duration
@@ -116,3 +117,34 @@ def print_static(found: StaticOutcome, continuous: Report, console: Console) -> 
     for row in rows:
         table.add_row(*row)
     console.print(table)
+
+
+def print_contiguous(found: ContiguousOutcome, paged: Report, console: Console) -> None:
+    """Print a run in memory without pages beside the scheduler's run, and the step with the most useless free slots."""
+    outcome, paged_slots = found.outcome, paged.mean_blocks * found.num_slots / max(1, paged.pool_blocks)
+    table = Table(title="The same load in memory without pages", title_justify="left")
+    table.add_column("")
+    for column in ("contiguous", "paged"):
+        table.add_column(column, justify="right")
+    refused = sum(1 for one in outcome.requests if one.refused)
+    rows = (
+        ("steps", f"{outcome.steps:,}", f"{paged.steps:,}"),
+        ("time", duration(outcome.seconds), duration(paged.seconds)),
+        ("requests served", f"{len(outcome.requests) - refused:,}", f"{paged.served:,}"),
+        ("slots reserved, mean", f"{found.slot_steps / max(1, outcome.steps):,.0f}", f"{paged_slots:,.0f}"),
+        ("of them with a token", f"{found.efficiency:.1%}", "-"),
+        ("steps that a request waited for want of slots", f"{found.steps_short:,}", "-"),
+        ("and with enough of them, but in holes", f"{found.steps_at_holes:,}", "0"),
+    )
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    if found.worst is not None:
+        holes = found.worst.holes
+        lost = sum(length for _, length in holes)
+        console.print(
+            f"step {found.worst.step + 1:,}: {lost:,} free slots in {len(holes)} holes, none long enough; {LEGEND}",
+            highlight=False,
+        )
+        for line in drawn(found.worst):
+            console.print(line, highlight=False, markup=False)

@@ -56,9 +56,36 @@ def test_what_preemptions_cost_with_lengths_that_clients_do_not_know(
     assert "recomputed_tokens" in capsys.readouterr().out
 
 
+def test_coarser_prefixes_are_worth_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = str(Path(TRACE).with_name("mooncake_conversation_sample.jsonl"))
+    cached = {}
+    for name in ("whole", "blocks", "radix"):
+        file = tmp_path / name
+        load = ["--trace", trace, "--requests", "60", "--cost", "unit", "--scale-len", "0.05", "--scale-rate", "0.01"]
+        assert run([*load, "--prefix-match", name, "--json", str(file)]) == 0
+        plain = json.loads(file.read_text())
+        assert plain["load"]["prefix_match"] == name
+        assert plain["report"]["served"] == 60
+        cached[name] = plain["report"]["cached_tokens"]
+    assert 0 <= cached["whole"] < cached["blocks"] <= cached["radix"]
+    assert "from the prefix cache" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_memory_without_pages_is_drawn_with_its_holes(capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["--lengths", "90,200,60,120,90,40", "--arrivals", "0,1,2,3,60,100", "--set", "num_blocks=24"]
+    assert run([*load, "--compare", "contiguous"]) == 0
+    out = capsys.readouterr().out
+    assert "The same load in memory without pages" in out
+    assert "and with enough of them, but in holes" in out
+    assert "· a hole" in out
+    assert "░" in out
+
+
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
+        (["--lengths", "4", "--prefix-match", "whole"], "with a prefix cache"),
+        (["--trace", TRACE, "--cost", COST, "--replicas", "2", "--prefix-match", "blocks"], "without --replicas only"),
         (["--trace", TRACE], "quire calibrate"),
         (["--trace", "absent.csv", "--cost", COST], "cannot be read"),
         (["--trace", TRACE, "--cost", COST, "--set", "speed=9"], "speed is no setting"),
