@@ -1,0 +1,77 @@
+"""The notebooks and the loop of one's own in docs: each cell is run, and says what is shown beside it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from support.documents import ROOT, text
+
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+LOOP = ROOT / "docs" / "examples" / "own_loop.py"
+OURS = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("server", "engine", "kernels"))}
+MOST_BYTES = 20_000  # of a notebook: pictures and states of widgets are no part of one
+
+
+def test_there_is_one_for_each_lesson():
+    lessons = ["chunked_prefill", "continuous_batching", "paged_kv", "prefix_cache"]
+    assert [path.stem for path in NOTEBOOKS] == lessons
+    assert all(f"notebooks/{name}.ipynb" in text("docs/learn.md") for name in lessons)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
+def test_a_notebook_shows_what_its_cells_print(path: Path):
+    book = json.loads(path.read_text(encoding="utf-8"))
+    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
+    assert path.stat().st_size < MOST_BYTES
+    assert len({cell["id"] for cell in book["cells"]}) == len(book["cells"])
+    cells = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    names = {"__name__": "__main__"}
+    for cell in cells:
+        shown = "".join(line for output in cell["outputs"] for line in output["text"])
+        with redirect_stdout(io.StringIO()) as printed:
+            exec(compile("".join(cell["source"]), f"{path.stem}:{cell['id']}", "exec"), names)
+        assert printed.getvalue() == shown, f"{path.stem}, cell {cell['execution_count']}"
+
+
+@pytest.mark.timeout(300)
+def test_the_loop_of_ones_own_gives_the_engines_tokens(monkeypatch: pytest.MonkeyPatch):
+    """Of 60 lines, and with the very tokens of the engine, however its batches and chunks differ."""
+    from quire import LLM, SamplingParams
+
+    source = LOOP.read_text(encoding="utf-8")
+    assert len([line for line in source.splitlines() if line.strip()]) <= 60
+    names: dict[str, object] = {"__name__": "own_loop"}
+    exec(compile(source, str(LOOP), "exec"), names)
+    prompts = [
+        "Once upon a time",
+        "The capital of France is " * 12,
+        "A shy princess",
+        "One spring day, Tom",
+        "The",
+        "Be patient",
+    ]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with LLM("quire-demo", dtype="float32", kernels="reference", kv_memory="8MiB", device="cpu") as llm:
+        replies = llm.generate(prompts, params, use_tqdm=False)
+    expected = [list(reply.outputs[0].token_ids) for reply in replies]
+    assert names["serve"]([reply.prompt_token_ids for reply in replies], 20) == expected  # type: ignore[operator]
+    assert len(names["free"]) == names["NUM_BLOCKS"], "every block is free again"  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(120)
+def test_the_loop_runs_as_a_script():
+    done = subprocess.run(
+        [sys.executable, str(LOOP)], capture_output=True, text=True, env=OURS, check=True, timeout=100
+    )
+    assert "The capital of France is Paris." in done.stdout
+    assert done.stdout.strip() in text("docs/learn.md")
