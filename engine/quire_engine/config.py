@@ -163,6 +163,7 @@ class EngineConfig:
     max_lora_rank: int = 16  # of an adapter's matrices
     max_cpu_loras: int | None = None  # adapters in memory; None: as many as run at once
     check_invariants: bool = False  # after every step, not only when idle
+    learn: bool = False  # an operator may pause it, and let it compute step by step
     tells_prefixes: bool = False  # a router asks which prompt blocks are cached
     tells_blocks: bool = False  # events of the cache are published, with tokens
     kv_transfer: KVTransferConfig | None = None  # pass KV blocks on to other engines, and fetch theirs; None: neither

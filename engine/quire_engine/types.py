@@ -37,6 +37,7 @@ DEADLINE_EXCEEDED = "deadline_exceeded"  # an `error_code`, with the error below
 DEADLINE_PASSED = "the request was not finished by its deadline"
 # An operator's orders to the engine.
 RESET_PREFIX_CACHE = "reset_prefix_cache"
+PACE = "pace"  # of an engine that may be paused: when its steps begin
 LOAD_ADAPTER = "load_adapter"
 FORGET_ADAPTER = "forget_adapter"
 NAME_MODEL = "name_model"  # of the model's files on all machines, which engines that pass KV blocks on must share

@@ -48,6 +48,7 @@ from quire_server.http.envelopes import error_reply
 from quire_server.http.guard import PUBLIC_PATHS, Reply
 from quire_server.http.memory import MemoryReturn
 from quire_server.http.overload import OpenRequests, RefuseWhenFull, Underway
+from quire_server.learning.watch import Watch
 from quire_server.logs import lost_lines
 from quire_server.logs.otlp_metrics import RequestMeters
 from quire_server.logs.requests import StoryTeller, log_order, log_reply, story_of
@@ -63,6 +64,7 @@ from quire_server.routes import (
     files,
     health,
     invocations,
+    learn,
     loading,
     metrics,
     models,
@@ -97,6 +99,7 @@ ROUTERS = (
     loading.router,
     pages.router,
     dashboard.router,
+    learn.router,
 )
 Collectors = tuple[Tracing | RequestMeters, ...]
 STALL_PROBE_SECONDS = 0.1
@@ -131,6 +134,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.state.bodies = BodyReader(bodies)
     app.state.feed = Feed()
     app.state.deep_check = DeepCheck()
+    app.state.watch = Watch(state)
     app.state.requests = OpenRequests()
     app.state.batches = batches.batch_service(state, app, max_line_bytes=bodies.largest)
     for router in ROUTERS:

@@ -20,7 +20,7 @@ POSTS = (
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
     *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"),
     *("/admin/load", "/admin/sleep", "/admin/unload"),
-    *("/v1/batches", "/admin/abort", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    *("/v1/batches", "/admin/abort", "/admin/pace", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 )
 POSTS_WITHOUT_BODY = (
     "/v1/responses/{response_id}/cancel",

@@ -34,7 +34,7 @@ async def test_pages_are_open_and_closed_to_other_sites(path: str, method: str) 
 
 def test_only_the_pages_files_are_open() -> None:
     parts = {f"/pages/{name}" for name in _FILES if not name.endswith(".html")}
-    assert parts | {"/", "/docs", "/dashboard"} == PAGES
+    assert parts | {"/", "/docs", "/dashboard", "/learn"} == PAGES
 
 
 @pytest.mark.parametrize("name", ["index.html", "docs.html", "../guard.py", "nothing.js", ""])

@@ -32,7 +32,8 @@ TOLD = re.compile(r"\d+\.\d+ m?s\b|\d+%|(?<=went to ).*")
 ELSEWHERE = {
     "make": "other tests of this folder start the server that way",
     "docker": "tests/e2e/test_image.py builds and runs the images",
-    "python": "tests/e2e/test_facts.py and test_exercises.py run the facts and exercises",
+    "python": "tests/e2e/test_facts.py and test_exercises.py run the facts and exercises, tests/model/test_notebooks.py"
+    " the loop",
 }
 
 
@@ -197,14 +198,20 @@ def test_command_lines_are_understood(example: Example) -> None:
 
         parse_flags(words[1:], ENGINE)
     elif words[0] == "run-batch":
-        from quire_server.commands.run_batch import _parser
+        from quire_server.commands.run_batch import build_parser
         from quire_server.flags import parse_flags
 
-        parse_flags(_parser().parse_known_args(words[1:])[1])
+        parse_flags(build_parser().parse_known_args(words[1:])[1])
     elif words[0] == "bench":
         from quire_bench.arguments import parse_arguments
 
         parse_arguments(words[1:])
+    elif words[0] == "exercises" and "--mine" in words:
+        from quire_bench.mine.command import build_parser as mine
+
+        mine().parse_args(words[1:])
+    elif words[0] == "exercises":
+        assert re.fullmatch(r"exercises --url \S+( S\d\.\d)*", " ".join(words))
     else:
         from importlib import import_module
 
@@ -214,5 +221,5 @@ def test_command_lines_are_understood(example: Example) -> None:
         if "--" in own:
             own, served = own[: own.index("--")], own[own.index("--") + 1 :]
         module = import_module(f"quire_server.commands.{words[0].replace('-', '_')}")
-        module._parser().parse_args(own)
+        module.build_parser().parse_args(own)
         parse_flags(served)

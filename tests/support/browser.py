@@ -29,9 +29,9 @@ def find() -> str | None:
 class Browser:
     """`with Browser() as browser: browser.open(url); browser.run("document.title")`. One page at a time."""
 
-    def __init__(self, *, width: int = 1200, height: int = 800, dark: bool = False) -> None:
+    def __init__(self, *, width: int = 1200, height: int = 800, dark: bool = False, still: bool = False) -> None:
         self._size = (width, height)
-        self._dark = dark
+        self._dark, self._still = dark, still  # `still`: its user wants no motion
         self._last_id = 0
         self._buffer = b""
         self.complaints: list[str] = []  # what the page logged as an error, exceptions included
@@ -64,7 +64,8 @@ class Browser:
             self._ask(f"{domain}.enable")
         self.resize(*self._size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if self._dark else "light"}
-        self._ask("Emulation.setEmulatedMedia", {"features": [scheme]})
+        motion = {"name": "prefers-reduced-motion", "value": "reduce" if self._still else "no-preference"}
+        self._ask("Emulation.setEmulatedMedia", {"features": [scheme, motion]})
         return self
 
     def __exit__(

@@ -13,6 +13,8 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from quire_engine.errors import ConfigError, ModelLoadError, ProtocolError
@@ -61,6 +63,7 @@ def main(fd: int, parent_pid: int) -> None:
     from quire_engine.config import EngineConfig  # noqa: PLC0415
     from quire_engine.engine import Engine  # noqa: PLC0415
     from quire_engine.process.loop import EngineLoop, Garbage  # noqa: PLC0415
+    from quire_engine.process.pace import Pace  # noqa: PLC0415
 
     _freeze()
     (start, *early), memory_fd, pool_fd = _receive_start(connection, decoder)
@@ -82,12 +85,9 @@ def main(fd: int, parent_pid: int) -> None:
         check_invariants=start.check_invariants,
     )
     _freeze()
-    alive, garbage = start.alive_seconds, Garbage()
-    loop = (
-        GarblingLoop(engine, connection, decoder, start.faults, alive_seconds=alive, garbage=garbage)
-        if start.faults
-        else EngineLoop(engine, connection, decoder, alive_seconds=alive, garbage=garbage)
-    )
+    make: Callable[..., EngineLoop] = partial(GarblingLoop, faults=start.faults) if start.faults else EngineLoop
+    pace = Pace() if start.learn else None
+    loop = make(engine, connection, decoder, alive_seconds=start.alive_seconds, garbage=Garbage(), pace=pace)
     loop.send(built.plan)
     _run(loop, early, built)
     built.close()

@@ -13,6 +13,7 @@ from socket import socket
 from quire_engine.config import Fault
 from quire_engine.engine import Engine
 from quire_engine.process.loop import EngineLoop, Garbage
+from quire_engine.process.pace import Pace
 from quire_engine.process.transport import Frame, FrameDecoder
 from quire_engine.types import StepOutput
 
@@ -41,8 +42,9 @@ class GarblingLoop(EngineLoop):
         *,
         alive_seconds: float = 0.0,
         garbage: Garbage | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        super().__init__(engine, connection, decoder, alive_seconds=alive_seconds, garbage=garbage)
+        super().__init__(engine, connection, decoder, alive_seconds=alive_seconds, garbage=garbage, pace=pace)
         self._socket = connection
         self._garbled = {fault.nth for fault in faults if fault.point == "ipc.garbage"}
         self._outputs = 0

@@ -19,6 +19,7 @@ import msgspec
 
 from quire_engine.engine import Engine
 from quire_engine.errors import ProtocolError, Unanswerable
+from quire_engine.process.pace import Pace
 from quire_engine.process.transport import (
     Abort,
     Alive,
@@ -33,7 +34,7 @@ from quire_engine.process.transport import (
     Shutdown,
     encode_frame,
 )
-from quire_engine.types import GenerationRequest
+from quire_engine.types import PACE, GenerationRequest
 
 MAX_BODY_BYTES = 8 << 20  # every stream waits while an answer is made and sent
 
@@ -105,9 +106,10 @@ class EngineLoop:
         *,
         alive_seconds: float = 0.0,
         garbage: Garbage | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """`alive_seconds`: between two signs of life that come also during a step; 0: there are none. `garbage`: where
-        the process is the engine's own; else the collector is left as it is."""
+        the process is the engine's own; else the collector is left as it is. `pace`: where an operator may pause it."""
         self._engine = engine
         self._connection = connection
         self._decoder = decoder
@@ -116,7 +118,7 @@ class EngineLoop:
         self._poll.register(connection, select.POLLIN)
         self._stopping = False
         self._sent = time.monotonic()  # when the latest frame was sent
-        self._alive_seconds, self._garbage = alive_seconds, garbage
+        self._alive_seconds, self._garbage, self._pace = alive_seconds, garbage, pace
         self._sending = threading.Lock()  # frames must not be cut by those of the other thread
         engine.on_step = self.send
 
@@ -129,7 +131,8 @@ class EngineLoop:
         while not self._stopping:
             self.drain_inbox()
             if self._engine.has_work and not self._stopping:
-                self._engine.step()
+                if self._pace is None or self._may_step(self._pace):
+                    self._engine.step()
                 # Steps without outputs may wait for a grammar: without a heartbeat the watchdog would see a hang.
                 if time.monotonic() - self._sent > HEARTBEAT_SECONDS:
                     self.send(self._engine.health())
@@ -157,7 +160,7 @@ class EngineLoop:
 
     def drain_inbox(self) -> None:
         """Handle all frames that have arrived; wait for one when there is nothing to compute."""
-        timeout = 0.0 if self._engine.has_work else HEARTBEAT_SECONDS
+        timeout = self._patience()
         while not self._stopping:
             if not self._poll.poll(timeout * 1000):
                 if not self._engine.has_work:
@@ -173,7 +176,25 @@ class EngineLoop:
                 return
             for frame in self._decoder.feed(data):
                 self._dispatch(frame)
-            timeout = 0.0 if self._engine.has_work else HEARTBEAT_SECONDS
+            timeout = self._patience()
+
+    def _patience(self) -> float:
+        """Seconds to wait for a frame before anything else is done."""
+        if not self._engine.has_work:
+            return HEARTBEAT_SECONDS
+        return 0.0 if self._pace is None else min(self._pace.delay(time.monotonic()), HEARTBEAT_SECONDS)
+
+    def _may_step(self, pace: Pace) -> bool:
+        now = time.monotonic()
+        if pace.delay(now) > 0.0:
+            return False
+        pace.begins(now)
+        return True
+
+    def _change_pace(self, arguments: Mapping[str, Any]) -> object:
+        if self._pace is None:
+            raise Unanswerable("this engine was not started as one that may be paused")
+        return self._pace.order(arguments, time.monotonic())
 
     def _prepare(self) -> None:
         """Do what later steps would wait for, until that is done or a frame arrives."""
@@ -193,6 +214,8 @@ class EngineLoop:
                 self._engine.release_request(frame.request_id)
             case Inspect():
                 self.send(inspected(self._engine, frame))
+            case Control(what=what) if what == PACE:
+                self.send(_answered(lambda _, arguments: self._change_pace(arguments), frame))
             case Control():
                 self.send(controlled(self._engine, frame))
             case Shutdown():

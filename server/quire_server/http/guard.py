@@ -32,9 +32,17 @@ from quire_server.settings import ServerLimits
 
 PAGES = frozenset(
     {
-        *("/", "/docs", "/dashboard"),
+        *("/", "/docs", "/dashboard", "/learn"),
         *("/pages/page.css", "/pages/icon.svg", "/pages/session.js", "/pages/chat.js", "/pages/docs.js"),
         *("/pages/dashboard.css", "/pages/dashboard.js", "/pages/charts.js", "/pages/requests.js"),
+        *(
+            "/pages/learn.css",
+            "/pages/learn.js",
+            "/pages/pool.js",
+            "/pages/lanes.js",
+            "/pages/lessons.js",
+            "/pages/contiguous.js",
+        ),
     }
 )
 PUBLIC_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/load", "/version", "/metrics"}) | PAGES
@@ -43,6 +51,8 @@ ADMIN_PATHS = (
     "/debug",
     "/admin",
     "/dashboard/events",
+    "/learn/events",
+    "/learn/exercises",
     *ADAPTER_PATHS,
 )  # with all paths below them; `AdminAuth` guards them
 

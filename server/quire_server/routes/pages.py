@@ -1,4 +1,4 @@
-"""Pages for people: `/`, the API reference at `/docs`, the dashboard, and their scripts and styles.
+"""Pages for people: `/`, the API reference at `/docs`, the dashboard, `/learn`, and their scripts and styles.
 
 Nothing is loaded from other hosts. The pages have no secrets and need no key; their calls to this server do.
 """
@@ -61,6 +61,12 @@ async def reference() -> Response:
 async def dashboard() -> Response:
     """The live dashboard; the page reads its data from /dashboard/events."""
     return _page("dashboard.html")
+
+
+@router.api_route("/learn", methods=METHODS)
+async def learn() -> Response:
+    """The pool and the steps as they happen; the page reads them from /learn/events."""
+    return _page("learn.html")
 
 
 @router.api_route("/pages/{name}", methods=METHODS)

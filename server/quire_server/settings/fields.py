@@ -75,8 +75,7 @@ class Settings(ServerFields, EngineFields, BaseSettings):
         except ConfigError as error:
             yield with_flags(str(error))
         yield from self._wrong_files()
-        if self.engines and self.replicas > 1:
-            yield "--engines and --replicas exclude each other: with nodes this server has no engine of its own"
+        yield from self._wrong_engines()
         if self.lora_modules and not self.enable_lora:
             yield "--lora-modules needs --enable-lora"
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
@@ -94,6 +93,12 @@ class Settings(ServerFields, EngineFields, BaseSettings):
             )
         if self.role != "both" and self.kv_listen is None and self.listen is not None:
             yield f"--role {self.role} passes KV blocks on; set --kv-listen HOST:PORT too"
+
+    def _wrong_engines(self) -> Iterator[str]:
+        if self.engines and self.replicas > 1:
+            yield "--engines and --replicas exclude each other: with nodes this server has no engine of its own"
+        if self.learn and (self.engines or self.replicas > 1 or self.listen is not None):
+            yield "--learn pauses the one engine of a server; it excludes --engines, --replicas and nodes"
 
     def _wrong_files(self) -> Iterator[str]:
         if self.chat_template is not None and not self.chat_template.is_file():

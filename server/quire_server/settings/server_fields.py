@@ -203,6 +203,7 @@ class ServerFields(BaseModel):
     vllm_old_metric_names: bool = option(
         True, "Observing", "metrics also under names that vLLM gave up: gpu_cache_usage_perc"
     )
+    learn: bool = option(False, "Observing", "let the page /learn pause the engine: requests wait meanwhile")
     check_invariants: bool = option(False, "Observing", "audit the scheduler after every step, not only when idle")
     enable_fault_injection: FaultList = option(
         "",

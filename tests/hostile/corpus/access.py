@@ -15,7 +15,7 @@ from hostile.corpus.facts import MARK, Facts
 
 PUBLIC = {
     *("/health", "/health/live", "/health/ready", "/ping", "/load"),
-    *("/version", "/metrics", "/", "/docs", "/dashboard"),
+    *("/version", "/metrics", "/", "/docs", "/dashboard", "/learn"),
 }
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE")
 NO_ENTRY = frozenset({400, 401, 403, 404, 405})
@@ -54,7 +54,15 @@ def _tells_nothing(facts: Facts) -> object:
 
 def _routes(facts: Facts) -> Iterator[Case]:
     """Every route by every method, without a key, and with a wrong one."""
-    for path in [*facts.document["paths"], "/openapi.json", "/dashboard/events", "/nothing", "/admin", "/debug"]:
+    for path in [
+        *facts.document["paths"],
+        "/openapi.json",
+        "/dashboard/events",
+        "/learn/events",
+        "/nothing",
+        "/admin",
+        "/debug",
+    ]:
         concrete = re.sub(r"\{\w+(?::\w+)?\}", "a", path)
         for method in METHODS:
             body = b"{}" if method in {"POST", "PUT", "PATCH"} else None

@@ -16,7 +16,16 @@ from hostile.row import Row
 
 KEY = "sk-hostile-0123456789"
 METHODS = ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "TRACE", "PATCH")
-PAGES = ("/", "/docs", "/dashboard", "/pages/page.css", "/pages/icon.svg", "/pages/session.js", "/pages/chat.js")
+PAGES = (
+    "/",
+    "/docs",
+    "/dashboard",
+    "/learn",
+    "/pages/page.css",
+    "/pages/icon.svg",
+    "/pages/session.js",
+    "/pages/chat.js",
+)
 PAGES_MORE = ("/pages/docs.js", "/pages/dashboard.css", "/pages/dashboard.js", "/pages/charts.js", "/pages/requests.js")
 PUBLIC = {"/health", "/health/live", "/health/ready", "/version", "/metrics", *PAGES, *PAGES_MORE}  # see docs/api.md
 FOREIGN = (

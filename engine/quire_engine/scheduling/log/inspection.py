@@ -16,6 +16,7 @@ from quire_engine.invariants import InvariantViolation
 from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.decode_columns import DecodeColumns
 from quire_engine.scheduling.kv_allocator import KVAllocator, matchable
+from quire_engine.scheduling.log.pool_view import pool_view
 from quire_engine.scheduling.log.step_log import Event, Step, StepLog
 from quire_engine.scheduling.log.step_records import FORMAT, RequestEvent, StepRecord
 from quire_engine.scheduling.log.why_slow import explanation, summary
@@ -26,6 +27,7 @@ from quire_engine.scheduling.speculation import Speculation
 from quire_engine.types import WAIT_REASONS, EngineStats, WaitReason
 
 MOST_STEPS = 256  # in one answer, which is made between two steps while every stream waits
+MOST_EVENTS = 512  # in one view
 MOST_REQUESTS = 512  # in one answer
 MOST_EXPLAINED = 16  # in one answer; each explanation reads every step
 RECENT = 32  # ended requests in one answer, beside the live ones
@@ -59,7 +61,7 @@ class Inspection:
             raise Unanswerable(f"there is no question {what!r}; there are {', '.join(sorted(_QUESTIONS))}")
         return ask(self, arguments)
 
-    def steps(self, arguments: Arguments) -> object:
+    def steps(self, arguments: Arguments) -> dict[str, object]:
         """Steps after `after`, the earliest first, at most `limit`; with `events` also the other inputs of a replay."""
         log = self._required()
         after, limit = int(arguments.get("after", 0)), min(int(arguments.get("limit", 100)), MOST_STEPS)
@@ -77,6 +79,16 @@ class Inspection:
             answer["events"] = [_event(e) for e in log.events if begin - 1 <= e.after_step <= last]
             answer |= {"config": asdict(self._config), "format": FORMAT, "restored_blocks": self._num_restored}
         return answer
+
+    def view(self, arguments: Arguments) -> object:
+        """As `steps`, of many the last `limit`; beside them the events and the pool's picture of the same moment."""
+        log = self._required()
+        after, limit = int(arguments.get("after", 0)), min(int(arguments.get("limit", 100)), MOST_STEPS)
+        last = log.steps[-1].step_id if log.steps else 0
+        begin = max(after, last - limit)
+        answer = self.steps({"after": begin, "limit": limit})
+        events = [_event(event) for event in log.events if event.after_step >= begin][-MOST_EVENTS:]
+        return {**answer, "events": events, "pool": pool_view(self._kv, self._roster), "now": log.now}
 
     def prefixes(self, arguments: Arguments) -> object:  # noqa: ARG002
         """A snapshot for a router's index: the fields of `PrefixChanges`."""
@@ -197,6 +209,7 @@ class Inspection:
 
 _QUESTIONS: dict[str, Callable[[Inspection, Arguments], object]] = {
     "steps": Inspection.steps,
+    "view": Inspection.view,
     "requests": Inspection.requests,
     "request": Inspection.request,
     "kv": Inspection.kv,

@@ -233,7 +233,7 @@ def test_help_shows_every_setting_grouped(capsys: pytest.CaptureFixture[str], mo
         assert option_group(field) in GROUPS
         assert option_unit(field) in {"", "s", "tokens", "bytes"}
         assert field.description
-    assert len(text.splitlines()) < 199
+    assert len(text.splitlines()) < 204
 
 
 def test_every_flag_can_be_given_its_own_default(tmp_path: Path):
@@ -290,6 +290,7 @@ def test_engine_config_takes_every_engine_setting():
         "max_lora_rank": 8,
         "max_cpu_loras": 4,
         "check_invariants": True,
+        "learn": True,
         "role": "prefill",
     }
     got = flat(Settings(**changed, enable_fault_injection="oom@3").engine_config())
