@@ -21,7 +21,7 @@ from pathlib import Path
 from big_start import Server, streams
 
 _FLAGS = ["--quantization", "int4", "--max-model-len", "1024"]
-_WARM_SECONDS = 8.0  # until a process waits with its libraries loaded to be the next engine
+_WARM_SECONDS = 16.0  # until a process waits with its libraries loaded to be the next engine
 
 
 def shown(text: str) -> str:
