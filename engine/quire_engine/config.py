@@ -204,6 +204,7 @@ def engine_config(plain: Mapping[str, Any]) -> EngineConfig:
         "ignore_config_keys": ignored,
         "limits": limits,
         "faults": faults,
+        "row_seconds": tuple((int(rows), float(seconds)) for rows, seconds in plain.get("row_seconds", ())),
         "kv_transfer": None if transfer is None else KVTransferConfig(**transfer),
     }
     return EngineConfig(**{**plain, **made})
