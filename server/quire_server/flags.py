@@ -49,11 +49,11 @@ SERVE, ENGINE = "quire serve", "quire engine"
 _OF_ENGINES = {field.name for field in fields(EngineConfig)} - {"role"} | {*LIMIT_NAMES}
 _OF_FRONTS_TOO = {"model", "tokenizer", "generation_config", "ignore_config_keys", "model_impl", "enable_lora"}
 _OF_LINKS = {"cluster_key_file", "engine_tls_cert", "engine_tls_key", "engine_tls_ca"}
-_OF_NODES_ALONE = {"listen", "kv_listen", "kv_address", "kv_transport", "kv_trust_network", "role"}
+_OF_NODES_ALONE = {"listen", "metrics_listen", "kv_listen", "kv_address", "kv_transport", "kv_trust_network", "role"}
 _OF_NODES = {
     *(_OF_ENGINES - {"replicas"} | _OF_LINKS | _OF_NODES_ALONE | {"revision", "download_dir", "replica_silence"}),
     *("drain_timeout", "max_engine_restarts", "spare_engine", "engine_hang_timeout", "log_level", "log_format"),
-    *("enable_fault_injection", "dry_run", "config", "kv_events_config"),
+    *("enable_fault_injection", "dry_run", "config", "kv_events_config", "vllm_old_metric_names"),
 }
 
 _EPILOG = f"""\
@@ -254,6 +254,7 @@ def _check_program(prog: str, given: Collection[str], settings: Settings) -> Non
 
 _USELESS = {
     "listen": "is of `quire engine`; this server listens on --host and --port",
+    "metrics_listen": "is of `quire engine`; this server has /metrics on --host and --port",
     "kv_listen": "is of `quire engine`",
     "kv_address": "is of `quire engine`",
     "kv_transport": "is of `quire engine`",

@@ -40,6 +40,8 @@ from quire_server.launch import (
     stop_signals,
 )
 from quire_server.logs import Output
+from quire_server.metrics.node_metrics import NodeMetrics
+from quire_server.node_scrape import scraped
 from quire_server.service_manager import service_manager
 from quire_server.settings import Settings
 
@@ -56,7 +58,11 @@ def _run(settings: Settings, output: Output) -> int:
     address = parse_address(settings.listen or "", "--listen")
     if is_numeric(address.host):
         security_of(settings).check_reach(f"--listen {address}", [address.host])
-    for text, flag in ((settings.kv_listen, "--kv-listen"), (settings.kv_address, "--kv-address")):
+    for text, flag in (
+        (settings.metrics_listen, "--metrics-listen"),
+        (settings.kv_listen, "--kv-listen"),
+        (settings.kv_address, "--kv-address"),
+    ):
         if text is not None:
             parse_address(text, flag)
     if settings.faults and not is_loopback(address.host):
@@ -77,7 +83,19 @@ async def _serve(settings: Settings, output: Output) -> int:
         config = replace(node_config(settings), tells_blocks=bool(listeners))
         engine = Supervisor(config, policy, stderr=output.for_children, listener=next(iter(listeners), None))
         tokenizer = await asyncio.to_thread(tokenizer_digest, Path(settings.tokenizer or settings.model_path))
-        node = Node(engine, security_of(settings), silence_seconds=settings.replica_silence, tokenizer=tokenizer)
+        metrics = None
+        if settings.metrics_listen is not None:
+            metrics = NodeMetrics(settings.model_names[0], old_names=settings.vllm_old_metric_names)
+            where_told = parse_address(settings.metrics_listen, "--metrics-listen")
+            url = await stack.enter_async_context(scraped(where_told, metrics, engine.load_ratio, settings))
+            log.info("the node's metrics are at %s", url)
+        node = Node(
+            engine,
+            security_of(settings),
+            silence_seconds=settings.replica_silence,
+            tokenizer=tokenizer,
+            metrics=metrics,
+        )
         starting = asyncio.create_task(engine.start())
         manager = await stack.enter_async_context(service_manager(stop.asked, lambda: "loading"))
         try:

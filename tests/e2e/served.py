@@ -117,14 +117,7 @@ class Served:
 
     def metric(self, name: str, **labels: str) -> float:
         """One sample of /metrics; 0 when it has none yet. Labels given must match, others are summed."""
-        total = 0.0
-        for line in httpx.get(self.url + "/metrics", timeout=10, verify=False).text.splitlines():
-            match = re.fullmatch(r"([\w:]+)(?:\{(.*)\})? (\S+)", line)
-            if match and match[1] == name:
-                found = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
-                if all(found.get(key) == value for key, value in labels.items()):
-                    total += float(match[3])
-        return total
+        return sample(self.url + "/metrics", name, **labels)
 
     def wait_idle(self, seconds: float = 2.0) -> None:
         """Until nothing runs or waits and every block is free or cached."""
@@ -140,3 +133,15 @@ class Served:
             time.sleep(0.05)
         free, cached = self.metric("quire_kv_blocks", state="free"), self.metric("quire_kv_blocks", state="cached")
         assert free + cached == self.metric("quire_kv_pool_blocks")
+
+
+def sample(url: str, name: str, **labels: str) -> float:
+    """One sample of an exposition; 0 when it has none yet. Labels given must match, others are summed."""
+    total = 0.0
+    for line in httpx.get(url, timeout=10, verify=False).text.splitlines():
+        match = re.fullmatch(r"([\w:]+)(?:\{(.*)\})? (\S+)", line)
+        if match and match[1] == name:
+            found = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
+            if all(found.get(key) == value for key, value in labels.items()):
+                total += float(match[3])
+    return total

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -18,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from e2e.served import Served
+from e2e.served import Served, sample
 from e2e.served_node import ServedNode
 from replicas.__main__ import FLAGS, cpu_variant, replicas
 from replicas.nodes import proxies
@@ -195,6 +197,52 @@ def test_links_with_the_documents_secrets_carry_streams_and_others_are_refused(t
         assert httpx.get(front.url + "/health/ready", timeout=10).status_code == 503
 
 
+def test_a_node_tells_prometheus_its_own_load_and_goes_on_over_a_restart() -> None:
+    """By the names of a server, which counts the same tokens; what runs shows while it runs."""
+    with (
+        ServedNode(*OF_NODES, "--metrics-listen", "127.0.0.1:0") as node,
+        Served("--engines", node.address, *OF_FRONTS) as front,
+    ):
+        (url,) = re.findall(r"the node's metrics are at (http://127\.0\.0\.1:\d+/metrics)$", node.log(), re.MULTILINE)
+        ready(front, 1)
+        assert sample(url, "quire_load_progress_ratio") == 1.0
+        assert sample(url, "vllm:num_requests_running") == sample(url, "vllm:kv_cache_usage_perc") == 0.0
+        body = {"model": "quire-demo", "prompt": [1, 2, 3], "ignore_eos": True, "max_tokens": 900}
+        seen = threading.Event()
+
+        def ask_on() -> None:
+            while not seen.is_set():
+                httpx.post(front.url + "/v1/completions", json=body, timeout=60).raise_for_status()
+
+        asking = threading.Thread(target=ask_on)
+        asking.start()
+        try:
+            until(lambda: sample(url, "vllm:num_requests_running") == 1.0)
+            until(lambda: sample(url, "vllm:kv_cache_usage_perc") > 0.0)
+        finally:
+            seen.set()
+            asking.join()
+        until(lambda: sample(url, "vllm:num_requests_running") == 0.0)
+        decoded = sample(url, "quire_engine_computed_tokens_total", kind="decode")
+        assert decoded == front.metric("quire_engine_computed_tokens_total", kind="decode") >= 899
+        (row,) = replicas(front)
+        psutil.Process(row["pid"]).kill()
+        until(lambda: sample(url, "quire_engine_restarts_total") == 1.0)
+        assert sample(url, "quire_engine_computed_tokens_total", kind="decode") == decoded
+        root = url.removesuffix("/metrics")
+        assert {httpx.get(root + path, timeout=10).status_code for path in ("/", "/health", "/v1/models")} == {404}
+        taken = url.removeprefix("http://").removesuffix("/metrics")
+        argv = ("engine", "--listen", "127.0.0.1:0", "--metrics-listen", taken)
+        test_what_cannot_be_is_one_line(argv, f"quire engine: --metrics-listen {taken}: Address already in use")
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def leaked_by_strangers(node: ServedNode) -> int:
     """Handles that the node has more after 300 peers that speak no TLS, or stop in the middle of it."""
     host, _, port = node.address.rpartition(":")
@@ -219,6 +267,10 @@ def leaked_by_strangers(node: ServedNode) -> int:
         (("engine",), "quire engine: --listen is missing"),
         (("engine", "--listen", "127.0.0.1:0", "--port", "8000"), "quire engine: --port is a front's"),
         (("engine", "--listen", "9000"), "quire engine: --listen 9000: expected HOST:PORT"),
+        (
+            ("engine", "--listen", "127.0.0.1:0", "--metrics-listen", "9"),
+            "quire engine: --metrics-listen 9: expected HOST",
+        ),
         (("serve", "--engines", "10.0.0.7:9000"), "quire serve: --engines 10.0.0.7:9000 is beyond this machine"),
         (("serve", "--engines", "127.0.0.1:9", "--kv-memory", "1GiB"), "quire serve: --kv-memory is the nodes'"),
         (("serve", "--listen", "127.0.0.1:9"), "quire serve: --listen is of `quire engine`"),

@@ -151,8 +151,9 @@ class ServerFields(BaseModel):
         (), "Nodes", "nodes that compute instead of this server: HOST:PORT, dns:NAME:PORT, or file:PATH with one a line"
     )
     listen: str | None = option(None, "Nodes", "of `quire engine`: HOST:PORT on which it serves fronts")
+    metrics_listen: str | None = option(None, "Nodes", "of `quire engine`: HOST:PORT of its own /metrics")
     kv_listen: str | None = option(
-        None, "Nodes", "of `quire engine`: HOST:PORT on which other nodes fetch KV blocks of prompts, on a CPU"
+        None, "Nodes", "of `quire engine`: HOST:PORT where nodes fetch KV blocks of prompts, on a CPU"
     )
     kv_address: str | None = option(
         None, "Nodes", "HOST:PORT at which other nodes reach --kv-listen; default: the same"

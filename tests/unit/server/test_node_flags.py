@@ -36,6 +36,11 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             "--kv-events-config is the nodes': give it to `quire engine`",
         ),
         (SERVE, ("--cluster-key-file", "k"), "--cluster-key-file is of links to nodes, which --engines names"),
+        (
+            SERVE,
+            ("--metrics-listen", "127.0.0.1:1"),
+            "--metrics-listen is of `quire engine`; this server has /metrics on --host and --port",
+        ),
         (SERVE, LISTEN, "--listen is of `quire engine`; this server listens on --host and --port"),
     ],
 )

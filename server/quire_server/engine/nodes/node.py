@@ -27,6 +27,7 @@ from quire_server.engine.nodes.frames import FROM_FRONT, FROM_NODE, NodeState
 from quire_server.engine.nodes.link import Link
 from quire_server.engine.nodes.sessions import STATS_SECONDS, PrefixLedger, Session, ahead_of
 from quire_server.engine.supervisor import EngineState, Supervisor
+from quire_server.metrics.node_metrics import NodeMetrics
 
 HANDSHAKE_SECONDS = 5.0  # for TLS and both proofs
 MOST_UNPROVEN = 64  # connections whose peers have not proven themselves yet
@@ -42,11 +43,17 @@ class Node:
     """The sessions of fronts in front of one `Supervisor`, whose `on_step`, `on_lost` and `on_ready` it takes."""
 
     def __init__(
-        self, engine: Supervisor, security: LinkSecurity, *, silence_seconds: float = 2.0, tokenizer: str = ""
+        self,
+        engine: Supervisor,
+        security: LinkSecurity,
+        *,
+        silence_seconds: float = 2.0,
+        tokenizer: str = "",
+        metrics: NodeMetrics | None = None,
     ) -> None:
-        """`silence_seconds`: how soon fronts give up a silent node; `tokenizer`: its digest."""
+        """`silence_seconds`: how soon fronts give up a silent node; `tokenizer`: its digest; `metrics`: are kept."""
         self.num_refused = 0  # peers that did not prove themselves
-        self._engine, self._security = engine, security
+        self._engine, self._security, self._metrics = engine, security, metrics
         self._silence = _FRONTS_PATIENCE * silence_seconds
         self._instance, self._tokenizer = secrets.token_hex(8), tokenizer
         self._plan: EnginePlan | None = None
@@ -90,6 +97,8 @@ class Node:
         blocks = plan.scheduler.num_blocks
         host = plan.scheduler.num_host_blocks
         self._stats = EngineStats(blocks_total=blocks, blocks_free=blocks, host_blocks_total=host)
+        if self._metrics is not None:
+            self._metrics.begin(plan)
         self._name_model()
         self._tell_state()
         for session in self._sessions:
@@ -253,6 +262,8 @@ class Node:
             self._engine.surrender(suspects=True)
 
     def _ready(self) -> None:
+        if self._metrics is not None:
+            self._metrics.restarted()
         self._name_model()
         self._tell_state()
 
@@ -272,6 +283,8 @@ class Node:
         """Pass a step's outputs to the fronts that they are for, and tell the others how busy the engine is."""
         if step.stats.blocks_total:
             self._stats = step.stats
+        if self._metrics is not None:
+            self._metrics.observe(step.stats, sum(len(each.token_ids) for each in step.outputs))
         if step.prefixes is not None:
             self._ledger.apply(step.prefixes)
         own: dict[Session, list[TokenOutput]] = {}
