@@ -13,6 +13,7 @@ block with `grouped_mm` in bf16, in turns. Ratios are of one round.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -147,10 +148,14 @@ def measure_decoding(folder: Path, asked: argparse.Namespace) -> Table:
     path = files.make(folder, SHAPE._replace(layers=asked.layers, vocabulary=vocabulary))
     stream = Decoding(unfolded(path), PROMPT + asked.tokens)
     stream.seconds(asked.tokens, 0)  # touches pages
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # an engine process collects cycles while it rests, and not amid steps as this one would
     rates, seconds = [read_rate()], []
     for number in range(asked.rounds):
         seconds.append(stream.seconds(asked.tokens, number + 1))
         rates.append(read_rate())
+    gc.enable()
     read = stream.bytes_read(asked.tokens)
     beside = [max(pair) for pair in pairwise(rates)]
     shares = sorted(read / each / rate for each, rate in zip(seconds, beside, strict=True))
