@@ -72,6 +72,8 @@ def _products(dtype: torch.dtype) -> None:
             _empty(num_rows, 3072, dtype=dtype), _linear(1024, 3072, dtype), _empty(num_rows, 1024, dtype=dtype), 1.0
         )
     product.linear(_empty(1000, 4096, dtype=dtype), _linear(28672, 4096, dtype))
+    for num_rows in (8, 1000):
+        product.gate_up(_empty(num_rows, 1024, dtype=dtype), _linear(2 * 3072, 1024, dtype), "silu")
     product.logits(_empty(8, 1024, dtype=dtype), _linear(_VOCABULARY, 1024, dtype))
 
 

@@ -94,14 +94,15 @@ def decode_parts(  # noqa: PLR0917
     table = block_tables + sequence.to(tl.int64) * table_stride
     seen = tl.where(members < GROUP, length - 1, -1)
     peak, total, values = walk_keys(
-        query, seen, at_head, table, tl.maximum(begin, part * SPLIT), tl.minimum(length, part * SPLIT + SPLIT), scale,
-        SOFTCAP, ROWS, TILE, WINDOW, HEAD_DIM, BLOCK_D, PAGE, KV_HALF, KV_BLOCK, FP8,
+        query, seen, at_head, table, tl.maximum(begin, part * SPLIT), 0, tl.minimum(length, part * SPLIT + SPLIT),
+        scale,
+        SOFTCAP, ROWS, TILE, WINDOW, HEAD_DIM, BLOCK_D, PAGE, KV_HALF, KV_BLOCK, FP8, False,
     )  # fmt: skip
     if JOINED:
         for at in range((part + 1) * SPLIT, length, SPLIT):
             part_peak, part_total, of_part = walk_keys(
-                query, seen, at_head, table, at, tl.minimum(length, at + SPLIT), scale,
-                SOFTCAP, ROWS, TILE, WINDOW, HEAD_DIM, BLOCK_D, PAGE, KV_HALF, KV_BLOCK, FP8,
+                query, seen, at_head, table, at, 0, tl.minimum(length, at + SPLIT), scale,
+                SOFTCAP, ROWS, TILE, WINDOW, HEAD_DIM, BLOCK_D, PAGE, KV_HALF, KV_BLOCK, FP8, False,
             )  # fmt: skip
             peak, total, values = join_parts(peak, total, values, part_peak, part_total, of_part)
     is_whole = length > 0 if JOINED else (first + 1) * SPLIT >= length

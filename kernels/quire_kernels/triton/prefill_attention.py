@@ -95,6 +95,7 @@ def prefill_tile(  # noqa: PLR0917
                 kv + at_head,
                 table,
                 tl.maximum(begin, at),
+                0,
                 tl.minimum(end, at + SPLIT),
                 scale,
                 SOFTCAP,
@@ -107,6 +108,7 @@ def prefill_tile(  # noqa: PLR0917
                 KV_HALF,
                 KV_BLOCK,
                 FP8,
+                False,
             )
             peak, total, values = join_parts(peak, total, values, part_peak, part_total, part_values)
     else:
@@ -116,6 +118,8 @@ def prefill_tile(  # noqa: PLR0917
             kv + at_head,
             table,
             begin,
+            # Of keys below the diagonal nothing is masked: those that the tile's first row sees, which all see.
+            (cached + first_pair // GROUP + 1) // TILE * TILE,
             end,
             scale,
             SOFTCAP,
@@ -128,6 +132,7 @@ def prefill_tile(  # noqa: PLR0917
             KV_HALF,
             KV_BLOCK,
             FP8,
+            (WINDOW == 0) & (HEAD_DIM <= 128),  # the loops of wider heads fill the registers as they are
         )
     if SINKS:
         total, values = with_sinks(peak, total, values, tl.load(sinks + heads))

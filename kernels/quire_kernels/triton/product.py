@@ -21,7 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire_kernels.kernel_set import Activation
 from quire_kernels.reference.linear import Linear
+from quire_kernels.triton.activation import activated
 
 _FEW_ROWS = 64
 _BLOCK_K = 64
@@ -80,6 +82,44 @@ def product_kernel(  # noqa: PLR0917
         )  # fmt: skip
 
 
+@triton.jit
+def gated_product_kernel(  # noqa: PLR0917
+    x, weight, bias, out, num_rows, num_columns, depth,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] = activation(gate) * up of both halves of x [M, K] @ weight [2 N, K].T (+ bias [2 N]).
+
+    Each half is rounded before the activation, as the reference does.
+    """
+    row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    dtype: tl.constexpr = x.dtype.element_ty
+    for tile in tl.range(tl.program_id(0), row_tiles * tl.cdiv(num_columns, BLOCK_N), tl.num_programs(0)):
+        rows = (tile % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = (tile // row_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+        row_inside, column_inside = rows < num_rows, columns < num_columns
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+            ks = k + tl.arange(0, BLOCK_K)
+            a = tl.load(
+                x + rows.to(tl.int64)[:, None] * depth + ks[None, :],
+                mask=row_inside[:, None] & (ks < depth)[None, :],
+                other=0.0,
+            )
+            at = weight + columns.to(tl.int64)[:, None] * depth + ks[None, :]
+            inside = column_inside[:, None] & (ks < depth)[None, :]
+            low = tl.load(at, mask=inside, other=0.0)
+            high = tl.load(at + num_columns.to(tl.int64) * depth, mask=inside, other=0.0)
+            gate, up = tl.dot(a, tl.trans(low), gate), tl.dot(a, tl.trans(high), up)
+        if HAS_BIAS:
+            gate += tl.load(bias + columns, mask=column_inside, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias + num_columns + columns, mask=column_inside, other=0.0).to(tl.float32)[None, :]
+        value = activated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION)
+        place = out + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+        tl.store(place, value.to(dtype), mask=row_inside[:, None] & column_inside[None, :])
+
+
 class TorchProduct:
     """Products by torch's libraries: fastest, but the order of summation may depend on the number of rows."""
 
@@ -101,6 +141,22 @@ class TorchProduct:
 class TiledProduct:
     """Products with one order of summation for each weight."""
 
+    def gate_up(self, x: Tensor, w: Linear, activation: Activation) -> Tensor:
+        """x [T, K], w [2 I, K] -> activation(gate) * up [T, I], in one launch."""
+        (num_rows, depth), width = x.shape, w.weight.shape[0] // 2
+        _require(x, w, 2 * width)
+        out = x.new_empty(num_rows, width)
+        if num_rows:
+            few = num_rows <= _FEW_ROWS
+            block_m, block_n = (64 if few else 128), min(64, columns_of_a_tile(width))
+            tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(width, block_n)
+            gated_product_kernel[(min(tiles, num_programs(x.device)),)](
+                x.contiguous(), w.weight, w.weight if w.bias is None else w.bias, out, num_rows, width, depth,
+                ACTIVATION=activation, HAS_BIAS=w.bias is not None,
+                BLOCK_M=block_m, BLOCK_N=block_n, STAGES=3, num_warps=4 if few else 8, BLOCK_K=_BLOCK_K
+            )  # fmt: skip
+        return out
+
     def linear(self, x: Tensor, w: Linear) -> Tensor:
         """x [T, K] -> [T, N]."""
         return _product(x, w, None, x.new_empty(x.shape[0], w.weight.shape[0]))
@@ -116,12 +172,11 @@ class TiledProduct:
 
 def _product(x: Tensor, w: Linear, residual: Tensor | None, out: Tensor, scale: float = 1.0) -> Tensor:
     (num_rows, depth), num_columns = x.shape, w.weight.shape[0]
-    if w.weight.shape[1] != depth or w.weight.dtype != x.dtype or out.shape != (num_rows, num_columns):
-        raise ValueError(
-            f"{x.dtype} rows of {depth} do not fit {w.weight.dtype} {list(w.weight.shape)} and {list(out.shape)}"
-        )
-    if not (w.weight.is_contiguous() and out.is_contiguous()):
-        raise ValueError("weights and results must be contiguous")
+    _require(x, w, num_columns)
+    if out.shape != (num_rows, num_columns):
+        raise ValueError(f"{list(x.shape)} rows of {num_columns} results do not fit {list(out.shape)}")
+    if not out.is_contiguous():
+        raise ValueError("results must be contiguous")
     if num_rows:
         few = num_rows <= _FEW_ROWS
         block_m, block_n = (64 if few else 128), columns_of_a_tile(num_columns)
@@ -135,6 +190,13 @@ def _product(x: Tensor, w: Linear, residual: Tensor | None, out: Tensor, scale: 
             num_warps=4 if few else 8,
         )  # fmt: skip
     return out
+
+
+def _require(x: Tensor, w: Linear, num_columns: int) -> None:
+    if w.weight.shape != (num_columns, x.shape[1]) or w.weight.dtype != x.dtype:
+        raise ValueError(f"{x.dtype} rows of {x.shape[1]} do not fit {w.weight.dtype} {list(w.weight.shape)}")
+    if not w.weight.is_contiguous():
+        raise ValueError("weights must be contiguous")
 
 
 def columns_of_a_tile(num_columns: int) -> int:

@@ -4,8 +4,9 @@ Promises: no op waits for the device except `greedy`, which returns its result o
 results are bitwise the same alone, in any batch and in any chunks. Must not know: the engine, the server.
 
 Launches of a layer: the norm, the QKV product, rope_write, attention, the O product with the residual, the norm, the
-gate-up product, the gate, the down product with the residual. These are nine if attention is one launch: in steps of
-contexts of up to 256 tokens and in steps of prefill rows only. Longer decode rows take one more launch to join their
+gate-up product, the gate, the down product with the residual. These are nine, or eight with `deterministic`, where the
+product computes the gate, if attention is one launch: in steps of contexts of up to 256 tokens and in steps of prefill
+rows only. Longer decode rows take one more launch to join their
 parts, and a step with both kinds of rows launches both: ten or eleven. An O or down product with a bias takes one more,
 unless `deterministic`. Steps of decodes alone take fewer on newer GPUs: see `decode_chain`.
 
@@ -128,6 +129,8 @@ class LinearOps:
         return self._linear(x if norm is None else rms_norm(x, norm), w)
 
     def norm_gate_up(self, x: Tensor, norm: Norm | None, w: Linear | StoredLinear, activation: Activation) -> Tensor:
+        if isinstance(self._plain, TiledProduct) and isinstance(w, Linear):
+            return self._plain.gate_up(x if norm is None else rms_norm(x, norm), w, activation)
         return gate_mul(self.norm_linear(x, norm, w), activation)
 
     def linear_add(self, x: Tensor, w: Linear | StoredLinear, residual: Tensor, scale: float = 1.0) -> Tensor:

@@ -22,12 +22,75 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
+def walk_tile(  # noqa: PLR0912, PLR0917 - one tile, with masks and without
+    query, seen, kv, table, at, end, scale, peak, total, values,
+    SOFTCAP: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr, KV_HALF: tl.constexpr, KV_BLOCK: tl.constexpr, FP8: tl.constexpr, CLEAR: tl.constexpr,
+):  # fmt: skip
+    """The state of rows after the tile of keys that begins at `at`.
+
+    CLEAR: every row sees all of its keys. Then nothing is masked, which changes no row's bits.
+    """
+    dims, positions = tl.arange(0, BLOCK_D), at + tl.arange(0, TILE)
+    present = positions < end
+    if CLEAR:
+        block = tl.load(table + positions // PAGE).to(tl.int64)
+    else:
+        block = tl.load(table + positions // PAGE, mask=present, other=0).to(tl.int64)
+    offset = positions % PAGE
+    place = (kv + block * KV_BLOCK + offset * HEAD_DIM)[:, None] + dims[None, :]
+    # Memory past the end or the head is masked: 0 times a stale NaN is not 0.
+    if CLEAR and HEAD_DIM == BLOCK_D:
+        k = tl.load(place)
+        v = tl.load(place + KV_HALF)
+    else:
+        there = (dims < HEAD_DIM)[None, :] if CLEAR else present[:, None]
+        if HEAD_DIM != BLOCK_D and not CLEAR:
+            there = there & (dims < HEAD_DIM)[None, :]
+        k = tl.load(place, mask=there, other=0)
+        v = tl.load(place + KV_HALF, mask=there, other=0)
+    if FP8:
+        k, v = decode_e4m3(k).to(query.dtype), decode_e4m3(v).to(query.dtype)
+        at_scale = (kv + PAGE * HEAD_DIM).to(tl.pointer_type(tl.float32)) + block * (KV_BLOCK // 4) + offset
+        if CLEAR:
+            k_scale = tl.load(at_scale) * _DECODED
+            v_scale = tl.load(at_scale + KV_HALF // 4) * _DECODED
+        else:
+            k_scale = tl.load(at_scale, mask=present, other=0.0) * _DECODED
+            v_scale = tl.load(at_scale + KV_HALF // 4, mask=present, other=0.0) * _DECODED
+    scores = tl.dot(query, tl.trans(k)) * scale
+    if FP8:
+        scores = scores * k_scale[None, :]
+    if SOFTCAP > 0:  # tanh x = 1 - 2 / (1 + e^2x); the exponents' bound keeps the power finite
+        power = tl.exp2(tl.minimum(scores * (2.0 / SOFTCAP), 126.0))
+        scores = (SOFTCAP * _LOG2_E) * (1.0 - 2.0 / (1.0 + power))
+    if not CLEAR:
+        distance = seen[:, None] - positions[None, :]
+        visible = distance >= 0
+        if WINDOW > 0:
+            visible = visible & (distance < WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+    highest = tl.maximum(peak, tl.max(scores, 1))
+    base = highest
+    if not CLEAR:  # a row without keys so far has no peak: with any finite base its weights are exactly 0
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+    fade = tl.exp2(peak - base)
+    weights = tl.exp2(scores - base[:, None])
+    total = tl.fma(total, fade, tl.sum(weights, 1))
+    if FP8:
+        weights = weights * v_scale[None, :]
+    values = tl.dot(weights.to(query.dtype), v, values * fade[:, None])
+    return highest, total, values
+
+
+@triton.jit
 def walk_keys(  # noqa: PLR0917
     query,  # [ROWS, BLOCK_D]
     seen,  # [ROWS] int32, the position of each row; -1: none
     kv,  # the pool, at the layer and head
     table,  # the sequence's row of the block tables
     begin,  # first position, a multiple of TILE
+    clear,  # with CLEARS: a multiple of TILE, and not more than what every row sees; all before it are unmasked
     end,  # one past the last position; all positions before it are in the pool
     scale,  # factor of the scores, which are exponents of two
     SOFTCAP: tl.constexpr,
@@ -40,53 +103,24 @@ def walk_keys(  # noqa: PLR0917
     KV_HALF: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     FP8: tl.constexpr,
+    CLEARS: tl.constexpr,
 ):
     """The state of each row after its keys among the positions begin .. end - 1."""
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    dims = tl.arange(0, BLOCK_D)
-    if FP8:
-        scales = (kv + PAGE * HEAD_DIM).to(tl.pointer_type(tl.float32))
+    if CLEARS:
+        for at in range(begin, clear, TILE):
+            peak, total, values = walk_tile(
+                query, seen, kv, table, at, end, scale, peak, total, values,
+                SOFTCAP, TILE, WINDOW, HEAD_DIM, BLOCK_D, PAGE, KV_HALF, KV_BLOCK, FP8, True,
+            )  # fmt: skip
+        begin = clear
     for at in range(begin, end, TILE):
-        positions = at + tl.arange(0, TILE)
-        present = positions < end
-        block = tl.load(table + positions // PAGE, mask=present, other=0).to(tl.int64)
-        offset = positions % PAGE
-        place = (kv + block * KV_BLOCK + offset * HEAD_DIM)[:, None] + dims[None, :]
-        # Memory past the end or the head is masked: 0 times a stale NaN is not 0.
-        there = present[:, None]
-        if HEAD_DIM != BLOCK_D:
-            there = there & (dims < HEAD_DIM)[None, :]
-        k = tl.load(place, mask=there, other=0)
-        v = tl.load(place + KV_HALF, mask=there, other=0)
-        if FP8:
-            k = decode_e4m3(k).to(query.dtype)
-            v = decode_e4m3(v).to(query.dtype)
-            at_scale = scales + block * (KV_BLOCK // 4) + offset
-            k_scale = tl.load(at_scale, mask=present, other=0.0) * _DECODED
-            v_scale = tl.load(at_scale + KV_HALF // 4, mask=present, other=0.0) * _DECODED
-        scores = tl.dot(query, tl.trans(k)) * scale
-        if FP8:
-            scores = scores * k_scale[None, :]
-        if SOFTCAP > 0:  # tanh x = 1 - 2 / (1 + e^2x); the exponents' bound keeps the power finite
-            power = tl.exp2(tl.minimum(scores * (2.0 / SOFTCAP), 126.0))
-            scores = (SOFTCAP * _LOG2_E) * (1.0 - 2.0 / (1.0 + power))
-        distance = seen[:, None] - positions[None, :]
-        visible = distance >= 0
-        if WINDOW > 0:
-            visible = visible & (distance < WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
-        highest = tl.maximum(peak, tl.max(scores, 1))
-        # A row without keys so far has no peak: with any finite base its weights are exactly 0.
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        fade = tl.exp2(peak - base)
-        weights = tl.exp2(scores - base[:, None])
-        total = tl.fma(total, fade, tl.sum(weights, 1))
-        if FP8:
-            weights = weights * v_scale[None, :]
-        values = tl.dot(weights.to(query.dtype), v, values * fade[:, None])
-        peak = highest
+        peak, total, values = walk_tile(
+            query, seen, kv, table, at, end, scale, peak, total, values,
+            SOFTCAP, TILE, WINDOW, HEAD_DIM, BLOCK_D, PAGE, KV_HALF, KV_BLOCK, FP8, False,
+        )  # fmt: skip
     return peak, total, values
 
 

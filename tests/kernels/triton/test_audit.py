@@ -22,9 +22,17 @@ PREFILL_PRODUCT = {80: "HMMA.", 89: "HMMA.", 90: "HGMMA.", 100: "UTCHMMA", 120: 
 # What streams: most of what it loads comes 16 bytes at a time. The others look up positions, tables and a few sums.
 STREAMS = {
     *("rms_norm_kernel", "gate_mul_kernel", "mul_sigmoid_kernel", "product_kernel", "gate_up_kernel", "down_kernel"),
+    "gated_product_kernel",
     *("peak_kernel", "prefill_tile", "decode_parts"),
 }
-TALL = {"product_kernel", "stored_product_kernel", "gate_up_kernel", "down_kernel", "prefill_tile"}
+TALL = {
+    "product_kernel",
+    "gated_product_kernel",
+    "stored_product_kernel",
+    "gate_up_kernel",
+    "down_kernel",
+    "prefill_tile",
+}
 MATRIX_ROWS = 64  # of a tile from which the wide instructions are to be used
 # One value put aside before a loop and fetched behind it: so ptxas fits a further block on a multiprocessor, now and
 # then, another kernel with each release. Nothing is ever spilled in a loop, nor more than this.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import get_args
 
 import pytest
 import torch
 
-from quire_kernels.reference.linear import Linear
+from quire_kernels.kernel_set import Activation
+from quire_kernels.reference.linear import Linear, gated
 from quire_kernels.triton import product
 from support.guarded import between_guards, guarded
 from support.planted import noticed, planted
@@ -69,6 +71,24 @@ def test_wide_weights_take_wider_tiles(columns):
     with guarded():
         result = product.TiledProduct().linear(x, w)
     assert torch.allclose(result.double(), expected, rtol=1.2e-2, atol=1.2e-2)
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize(("depth", "columns"), SHAPES[1:])
+def test_the_gate_is_part_of_the_product(depth, columns, activation):
+    """Against the product and the gate one after the other: the same roundings, so the same bits but for their sums."""
+    x, w, _ = _operands(depth, 2 * columns, torch.bfloat16)
+    tiled = product.TiledProduct()
+    with guarded():
+        found = tiled.gate_up(x, w, activation)
+    both = tiled.linear(x, w)
+    wanted = gated(*both.float().chunk(2, dim=1), activation)
+    assert torch.allclose(found.float(), wanted, rtol=1.2e-2, atol=1.2e-2)
+    for rows in ([0], [69], list(range(3, 67))):
+        assert torch.equal(tiled.gate_up(x[rows], w, activation), found[rows])
+    assert tiled.gate_up(x[:0], w, activation).shape == (0, columns)
+    with pytest.raises(ValueError, match="do not fit"):
+        tiled.gate_up(x.half(), w, activation)
 
 
 def _check_rows(tiled) -> None:

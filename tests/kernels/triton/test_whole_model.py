@@ -88,7 +88,7 @@ def test_fp8_keys_and_values_cost_what_their_rounding_costs():
 @pytest.mark.skipif("ttsem" in sys.modules, reason="the sanitizer launches in its own way")
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_layer_takes_nine_launches(deterministic):
-    """Of Triton's kernels, which are not run, and of torch's products, whose results nobody needs."""
+    """Of Triton's kernels, which are not run, and of torch's products, whose results nobody needs; or eight."""
     launched: Counter[str] = Counter()
 
     def note(kernel: object, *args: object, **kwargs: object) -> None:
@@ -103,7 +103,7 @@ def test_a_layer_takes_nine_launches(deterministic):
         _logits(model, (0, 4, 5), (2, 2, 3))
     layers = model.decoder.config.num_layers
     assert launched["rms_norm_kernel"] == 2 * layers + 1, "and the final norm"
-    assert sum(launched.values()) == 9 * layers + 2, launched
+    assert sum(launched.values()) == (8 if deterministic else 9) * layers + 2, launched
 
 
 def _counted(launched: Counter[str], function):
