@@ -43,9 +43,9 @@ class Traffic:
 
 async def one_client(http: httpx.AsyncClient, number: int, until: float, expected: Expected, traffic: Traffic) -> None:
     """Streams and whole replies of random models, one after the other."""
-    chance = random.Random(SEED + number)
+    chance, kinds = random.Random(SEED + number), sorted({kind for _, kind in expected})
     while time.monotonic() < until:
-        name, kind = chance.choice(NAMES), chance.choice(KINDS)
+        name, kind = chance.choice(NAMES), chance.choice(kinds)
         if chance.random() < 0.25:
             body = {"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
             path, body = chance.choice((("/v1/chat/completions", body), ("/v1/messages", body)))
@@ -125,7 +125,7 @@ def trial(minutes: float, count: int) -> list[bool]:
         traffic, false = asyncio.run(clients(server, count, minutes * 60, expected))
         swaps = loads(server) - before
         false += untruths(server)
-        firsts = sorted(traffic.first_seconds)
+        firsts = sorted(traffic.first_seconds) or [float("nan")]
         print(f"{traffic.answers} answers, {swaps} loads, first chunk p50 {firsts[len(firsts) // 2]:.2f} s,", end=" ")
         print(f"p95 {firsts[len(firsts) * 95 // 100]:.2f} s, longest {firsts[-1]:.2f} s")
         for line in [*traffic.wrong, *false][:20]:
