@@ -30,9 +30,14 @@ class Served:
     """
 
     def __init__(
-        self, *args: str, env: dict[str, str] | None = None, limits: str = "", cwd: Path | None = None
+        self,
+        *args: str,
+        env: dict[str, str] | None = None,
+        limits: str = "",
+        cwd: Path | None = None,
+        start_seconds: float = START_SECONDS,
     ) -> None:
-        self._args, self._cwd = args, cwd
+        self._args, self._cwd, self._start_seconds = args, cwd, start_seconds
         # -P, as for the `quire` that is installed: nothing in the working directory is imported.
         self._program = (str(LIMITED), limits) if limits else ("-P", "-m", "quire_server.cli", "serve")
         self._env = env or {}
@@ -68,7 +73,7 @@ class Served:
         return self
 
     def _wait_until_ready(self, started: float) -> None:
-        while time.monotonic() < started + START_SECONDS:
+        while time.monotonic() < started + self._start_seconds:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server exited with {self.process.returncode}:\n{self.log()}")
             if not self.url and (match := _ADDRESS.search(self.log())):
@@ -81,7 +86,7 @@ class Served:
                 except httpx.TransportError:
                     pass
             time.sleep(0.02)
-        raise TimeoutError(f"not ready after {START_SECONDS} s:\n{self.log()}")
+        raise TimeoutError(f"not ready after {self._start_seconds} s:\n{self.log()}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -19,6 +19,7 @@ NAMES = ("alpha", "beta", "gamma")
 FORMS = ("", "quantization: int8", "quantization: int4")  # other bits, so that a model's answers are its own
 FLAGS = ("--max-model-len", "512", "--kv-memory", "16MiB", "--max-connections", "4096", "--disable-access-log")
 FLAGS += ("--max-connections-per-address", "4096", "--allow-local-admin")
+START_SECONDS = 240.0  # the plans of three models are made first, by a process that loads all libraries
 ROUNDING = 2 << 20  # a plan estimates what a model takes; no weights fit in here
 
 
@@ -31,9 +32,10 @@ def three_models(*flags: str, turn: float = 3.0, room_for: int = 2) -> Iterator[
         lines = [f"- {{model: quire-demo, served_model_name: [{name}], {form}}}" for name, form in entries]
         file.write_text("models:\n" + "\n".join(lines) + "\n")
         given = ("--models", str(file), "--model-turn", str(turn), *FLAGS, *flags)
-        with Served(*given) as first:
+        with Served(*given, start_seconds=START_SECONDS) as first:
             sizes = sorted(row["loaded_bytes"] for row in rows(first))
-        with Served(*given, "--model-memory", str(sum(sizes[-room_for:]) + ROUNDING)) as server:
+        budget = str(sum(sizes[-room_for:]) + ROUNDING)
+        with Served(*given, "--model-memory", budget, start_seconds=START_SECONDS) as server:
             yield server
 
 

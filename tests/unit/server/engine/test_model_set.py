@@ -91,14 +91,14 @@ def test_busy_models_take_turns_and_every_stream_has_the_same_tokens():
         async with models("a", "b", "c") as (made, client):
             for name in ("a", "b", "c"):
                 for number in range(2):
-                    submit(made, name, f"{name}{number}", tokens=400)
+                    submit(made, name, f"{name}{number}", tokens=200)
             most = 0
             while len(client.ends) < 6:
                 most = max(most, taken(made))
                 assert sum(engine.has_engine for engine in made.engines.values()) <= 2
                 await asyncio.sleep(0.01)
             assert 0 < most <= TWO
-        assert all(tokens == expected(PROMPT, 400) for tokens in client.tokens.values())
+        assert all(tokens == expected(PROMPT, 200) for tokens in client.tokens.values())
         assert {end.finish for end in client.ends.values()} == {"length"}
 
     run(body)
