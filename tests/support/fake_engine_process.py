@@ -54,6 +54,9 @@ class InventingExecutor:
     def launch(self, batch: Batch) -> None:
         self._result = self._execute(batch)
 
+    def prepare(self) -> int:
+        return 0
+
     def collect(self) -> StepResult:
         return self._result
 
