@@ -138,14 +138,13 @@ async def _making_way(scene: Scene) -> None:
 
 
 async def _swapping_back(scene: Scene) -> None:
+    """Killed while it is loaded again after others had its memory."""
     await scene.in_state("loaded")
-    others = asyncio.create_task(_ask_others(scene))
-    await reached(
-        scene.server, "alpha", lambda told: told["state"] not in {"loaded", "unloading"} or not told["in_flight"]
-    )
-    if (await asyncio.to_thread(row, scene.server, "alpha"))["in_flight"]:
-        await scene.at_load(0.3)
-    await others
+    await scene.ordered("unload")
+    await _ask_others(scene)
+    loading = asyncio.create_task(scene.ordered("load"))
+    await scene.at_load(0.3)
+    await loading
 
 
 async def _ask_others(scene: Scene) -> None:
