@@ -18,6 +18,7 @@ import pytest
 
 from e2e.served import Served
 from quire_engine.demo import demo_model_path
+from quire_server.settings.migration_tables import SERVERS
 from support.documents import FOR_USERS, ROOT, text
 
 pytestmark = pytest.mark.e2e
@@ -32,6 +33,12 @@ TOLD = re.compile(r"\d+\.\d+ m?s\b|\d+%|(?<=went to ).*")
 ELSEWHERE = {
     "make": "other tests of this folder start the server that way",
     "docker": "tests/e2e/test_image.py builds and runs the images",
+    "pip": "tests/wheels installs the wheel",
+    "uvx": "tests/wheels serves from the wheel",
+    "pipx": "takes the wheel as uvx does",
+    "source": "tests/unit/server/commands/test_completion.py completes in each shell",
+    "QUIRE_MODEL=/model": "tests/unit/test_service_files.py holds the composition against its schema",
+    "QUIRE_PROT=80": "tests/unit/server/commands/test_config.py compares what is said",
     "python": "tests/e2e/test_facts.py and test_exercises.py run the facts and exercises, tests/model/test_notebooks.py"
     " the loop",
 }
@@ -187,7 +194,7 @@ def test_the_plan_in_serving_is_what_its_command_writes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("example", COMMANDS, ids=where)
 def test_command_lines_are_understood(example: Example) -> None:
-    words = shlex.split(example.text, comments=True)[1:]
+    words = shlex.split(example.text.split(" > ")[0], comments=True)[1:]
     words = [str(demo_model_path()) if word.startswith("/models/") else word for word in words]
     if words[0] == "serve":
         from quire_server.flags import parse_flags
@@ -206,6 +213,8 @@ def test_command_lines_are_understood(example: Example) -> None:
         from quire_bench.arguments import parse_arguments
 
         parse_arguments(words[1:])
+    elif words[:2] == ["config", "from"]:
+        assert words[2] in SERVERS  # tests/unit/server/settings/test_migration.py compares what is printed
     elif words[0] == "exercises" and "--mine" in words:
         from quire_bench.mine.command import build_parser as mine
 

@@ -298,6 +298,7 @@ def test_engine_config_takes_every_engine_setting():
     assert got.pop("faults") == ({"point": "oom", "nth": 3, "seed": None},)
     assert not got.pop("swap_on_cpu")  # for tests alone
     assert got.pop("admission") == "expected"  # simulations alone compare it
+    assert got.pop("row_seconds") == ()  # the supervisor passes on what an earlier engine measured
     assert got.pop("kv_transfer") is None  # from several settings, as the next test says
     assert (got.pop("replicas"), got.pop("tells_prefixes"), got.pop("alive_seconds")) == (1, False, 0)  # divided_config
     assert not got.pop("tells_blocks")  # where the programs start
