@@ -9,7 +9,7 @@ CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
 .PHONY: help serve test kernel-test kernel-matrix schema-test draft-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim \
   wheel wheel-test release \
-  schedule-test property-test kill-test model-matrix emulated-test damage-test token-test model-sweep hostile replica-test rank-test batch-test models-test ray-test soak api-fuzz audit lock sbom check format bench headline \
+  schedule-test property-test kill-test model-matrix emulated-test damage-test format-test token-test model-sweep hostile replica-test rank-test batch-test models-test ray-test soak api-fuzz audit lock sbom check format bench headline \
   clean
 
 HELP := \
@@ -31,6 +31,7 @@ HELP := \
   "property-test  random replies, logs and histories, at length; a quarter of an hour" \
   "model-matrix   further sizes of chunks and batches of the models; two minutes" \
   "damage-test    100,000 damaged files of weights; a quarter of an hour" \
+  "format-test    numbers of quantised formats, held against their own libraries; installs them" \
   "token-test     tokens of GGUF files, held against llama.cpp's; builds llama.cpp, a quarter of an hour" \
   "emulated-test  the kernels for instruction sets that this CPU lacks" \
   "kernel-sim     the GPU's kernels without a GPU; half an hour" \
@@ -259,6 +260,19 @@ property-test: $(VENV)/.dev
 damage-test: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 500 --timeout 3600 \
 	  tests/property/test_damaged_files.py $(ARGS)
+
+# The numbers of every format of quantised matrices, held against what its own library finds in the same tensors. The
+# libraries come without what they depend on, which would be another torch, and GPTQModel as sources, since nothing of it is compiled.
+format-test: $(VENV)/.dev .venv-formats/.complete
+	PYTHONPATH=.venv-formats $(BIN)/python -m pytest tests/formats $(ARGS)
+
+.venv-formats/.complete: tests/formats/requirements.txt Makefile
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-formats \
+	  -r tests/formats/requirements.txt
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .venv-formats/sources gptqmodel==7.7.0
+	tar --extract --gzip --strip-components=1 --directory .venv-formats --wildcards \
+	  --file .venv-formats/sources/gptqmodel-7.7.0.tar.gz '*/gptqmodel/*'
+	touch $@
 
 # Tokens of GGUF files, held against llama.cpp's on the very same files: one of every way of splitting, and the vocabularies
 # of real models that come with llama.cpp's sources. Those are built first, a quarter of an hour; then ten minutes.
