@@ -1,7 +1,7 @@
-"""Every stored format of matrices holds the numbers that its own library finds in the same tensors, all of them, in float32.
+"""Quantised formats: every number is what the format's own library finds in the same tensors, in float32.
 
-Run by `make format-test`, which brings the libraries: compressed-tensors, GPTQModel (for GPTQ and AWQ); transformers has FP8's.
-Where a library would compute in 16 bits, it is given the same scales in float32.
+Run by `make format-test`, which brings the libraries: compressed-tensors, and GPTQModel for GPTQ and AWQ; transformers
+has FP8's. Where a library would compute in 16 bits, it is given the same scales in float32.
 """
 
 from __future__ import annotations
