@@ -76,8 +76,8 @@ def main() -> int:
         model = given.model
         if model is None:
             model = Path(folder) / "model"
-            make = [sys.executable, str(Path(__file__).with_name("make_big.py")), str(model), "--scale", given.scale]
-            subprocess.run(make, check=True)
+            make = Path(__file__).with_name("make_big.py")
+            subprocess.run([sys.executable, "-P", str(make), str(model), "--scale", given.scale], check=True)
         cache = Path(folder) / "packed"
         cache.mkdir()
         return 0 if run(model, given, flags, cache) else 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import openai
 import pytest
 
 from e2e.served import Served
+from quire_kernels.cpu.variants import cpu_features
 from support.gguf_models import make_gguf
 
 pytestmark = pytest.mark.e2e
@@ -50,9 +53,12 @@ def answer(server: Served, model: str, *, killed: bool = False) -> tuple[str, in
     return text, details.cached_tokens if details else None
 
 
-@pytest.mark.parametrize("quantization", [None, "int4"])
-def test_a_file_answers_the_same_again_and_after_a_kill(quantization: str | None, tmp_path: Path):
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("quantization", "variant"), [(None, "avx2"), ("int4", None)])
+def test_a_file_answers_the_same_again_and_after_a_kill(quantization: str | None, variant: str | None, tmp_path: Path):
     """Quantised here, it answers as its numbers do, which are decoded first; else they are not rounded as those are."""
+    if variant is not None and not {"avx2", "fma"} <= cpu_features():
+        variant = None  # the best of this processor then
     path, dense = make_gguf(
         tmp_path, "qwen3", kinds=mixed, hidden_size=256, intermediate_size=512, num_attention_heads=8
     )
@@ -68,6 +74,10 @@ def test_a_file_answers_the_same_again_and_after_a_kill(quantization: str | None
         str(tmp_path / "p"),
     ]
     flags += [] if quantization is None else ["--quantization", quantization]
+    if variant is not None:
+        built = [sys.executable, "-m", "quire_kernels.cpu.build", "--cpu-variant", variant]
+        subprocess.run(built, check=True, timeout=600)  # longer than a server's start is waited for
+        flags += ["--cpu-variant", variant]
     with Served(str(dense), "--served-model-name", "Tiny-Q4_K_M", *flags) as server:
         wanted, _ = answer(server, "Tiny-Q4_K_M")
     with Served(str(path), *flags) as server:
@@ -86,4 +96,6 @@ def test_a_file_answers_the_same_again_and_after_a_kill(quantization: str | None
         assert answer(server, "Tiny-Q4_K_M", killed=True)[0] == wanted
         assert server.metric("quire_engine_restarts_total") == before + 1
         assert answer(server, "Tiny-Q4_K_M")[0] == wanted
+        if variant is not None:
+            assert server.metric("quire_model_info", cpu_variant=variant) == 1.0
         assert f"{'kept as' if quantization is None else 'decoded from'} GGUF, Q4_K, Q6_K" in server.log()

@@ -12,6 +12,8 @@ from several.__main__ import KINDS, RESTARTS, clients, loads, swap_and_back
 from several.phases import PHASES, expected_of, run_phase
 from several.server import NAMES, order, row, rows, three_models, untruths
 
+pytestmark = pytest.mark.e2e
+
 SOME = ("half of a load", "it makes way for others")
 
 

@@ -12,6 +12,7 @@ import quire_engine.build
 import quire_engine.execution.memory
 from quire_engine.build import build, plan_text, resolve_plan
 from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.execution import kernel_checks
 from quire_engine.execution.memory import largest_batches
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_kernels.reference import REFERENCE
@@ -291,7 +292,7 @@ def test_new_kernels_need_no_change_of_the_composition(monkeypatch):
             assert (required.quantization, required.kv.head_dim, required.threads) == (None, 32, 3)
             return replace(REFERENCE, name=self.name, own_threads=True)
 
-    monkeypatch.setattr(quire_engine.build, "select", partial(select, providers=(Provider(), *PROVIDERS)))
+    monkeypatch.setattr(kernel_checks, "select", partial(select, providers=(Provider(), *PROVIDERS)))
     for asked in ("auto", "abacus"):
         built = build(config(kernels=asked, num_threads=3))
         assert (built.plan.kernels, built.plan.num_threads, torch.get_num_threads()) == ("abacus", 3, 1)

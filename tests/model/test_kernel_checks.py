@@ -14,6 +14,7 @@ from quire_engine.build import build
 from quire_engine.config import EngineConfig
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ConfigError
+from quire_engine.execution import kernel_checks
 from quire_engine.execution.kernel_checks import checked, choice_checks, model_sizes
 from quire_engine.execution.logit_rules import SampleRow
 from quire_engine.execution.models.config import load_model_config
@@ -154,10 +155,10 @@ def test_a_gpus_kernels_are_checked_before_the_weights_are_read(monkeypatch):
 
     asked = EngineConfig(model=str(demo_model_path()), kv_memory=1 << 20)
     fast = replace(REFERENCE, name="fast")
-    monkeypatch.setattr(quire_engine.build, "checked", check)
+    monkeypatch.setattr(kernel_checks, "checked", check)
     monkeypatch.setattr(quire_engine.build.Loading, "load", None)
     monkeypatch.setattr(quire_engine.build, "resolve_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(quire_engine.build, "select", lambda *_, **__: fast)
+    monkeypatch.setattr(kernel_checks, "select", lambda *_, **__: fast)
     with pytest.raises(Checked) as call:
         build(asked)
     subject, sizes = call.value.args
@@ -166,5 +167,5 @@ def test_a_gpus_kernels_are_checked_before_the_weights_are_read(monkeypatch):
 
 
 def test_on_a_cpu_the_start_is_not_delayed(monkeypatch):
-    monkeypatch.setattr(quire_engine.build, "checked", None)
+    monkeypatch.setattr(kernel_checks, "checked", None)
     assert build(EngineConfig(model=str(demo_model_path()), device="cpu", kv_memory=1 << 20)).plan.replaced_ops == ()
