@@ -486,11 +486,15 @@ def record_in(kv: KVAllocator, recorder: Recorder) -> None:
 
 
 def take_over(kv: KVAllocator, found: Iterable[HeldBlock]) -> set[int]:
-    """Begin with these contents of an earlier run, in an empty pool; returns the blocks that can be matched by them."""
+    """Begin with these contents of an earlier run, in an empty pool; returns the blocks that can be matched by them.
+
+    No block is taken over if cache events are published: an event names tokens, and the record of a full block has
+    none.
+    """
     by_scope: dict[str, Owner[int]] = {}
     owners: dict[int, Owner[int]] = {}
     begun: list[HeldBlock] = []
-    for each in found if kv._caching else ():
+    for each in found if kv._caching and not kv.told_blocks.is_on else ():
         if each.tokens:
             if kv.by_window or len(each.tokens) < kv._tails.least:
                 continue
