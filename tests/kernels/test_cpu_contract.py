@@ -107,7 +107,7 @@ def test_a_changed_argument_compiles_neither_where_it_is_called_nor_where_it_is_
     folder = changed("ops.h", old, old.replace("bf16* out", "float* out"))
     found = compiler.find_compiler()
     with pytest.raises(CompilationError, match=r"quire_attention|float\*"):
-        compiler._run([found.path, *compiler.FLAGS, "-fsyntax-only", f"-I{folder}", str(folder / unit)])
+        compiler._run([found.path, *compiler.FLAGS, "-fsyntax-only", f"-I{folder}", str(folder / unit)], 300)
 
 
 @pytest.mark.parametrize("name", COMPILERS)
