@@ -205,4 +205,4 @@ def test_a_compiler_without_room_is_told_from_one_that_refuses(monkeypatch: pyte
 
     monkeypatch.setattr(compiler.subprocess, "run", lambda *_, **__: Done())
     with pytest.raises(OSError, match="c\\+\\+ finds no room to write to"):
-        compiler._run(["c++"])
+        compiler._run(["c++"], 1.0)
