@@ -3,11 +3,10 @@
 
 import { BarChart, TimeChart, number, percent, seconds } from "./charts.js";
 import { showRequests } from "./requests.js";
-import { call, element, errorText, events } from "./session.js";
+import { element, follow } from "./session.js";
 
 const MOST_FRAMES = 600; // as many as the server keeps
 const MOST_BARS = 600;
-const RETRY_SECONDS = [1, 1, 2, 3, 5];
 
 const state = document.getElementById("state");
 const pause = document.getElementById("pause");
@@ -199,32 +198,6 @@ function tell(text, lost = false) {
   state.classList.toggle("lost", lost);
 }
 
-// Until the server refuses: a refusal would not change by itself.
-async function follow() {
-  for (let failures = 0; ;) {
-    try {
-      const reply = await call("dashboard/events");
-      if (!reply.ok) {
-        tell(await errorText(reply), true);
-        if (reply.status < 500 && reply.status !== 429) return;
-      } else {
-        for await (const message of events(reply)) {
-          failures = 0;
-          take(message);
-          if (!paused) tell("Live.");
-        }
-        tell("The server ended the connection.", true);
-      }
-    } catch (error) {
-      tell(`The connection was lost${error instanceof TypeError ? "" : `: ${error.message}`}.`, true);
-    }
-    const wait = RETRY_SECONDS[Math.min(failures, RETRY_SECONDS.length - 1)];
-    failures += 1;
-    await new Promise((resolve) => setTimeout(resolve, wait * 1e3));
-    tell("Connecting again…", true);
-  }
-}
-
 spans.addEventListener("change", (event) => { span = Number(event.target.value); paused ? draw() : redraw(); });
 pause.addEventListener("click", () => {
   paused = !paused;
@@ -233,4 +206,7 @@ pause.addEventListener("click", () => {
   tell(paused ? "Paused. The server goes on." : "Live.");
   redraw();
 });
-follow();
+follow("dashboard/events", (message) => {
+  take(message);
+  if (!paused) tell("Live.");
+}, tell);

@@ -5,9 +5,8 @@ import { Contiguous } from "./contiguous.js";
 import { Lanes, sentences } from "./lanes.js";
 import { Owners, Pool, Tables } from "./pool.js";
 import { Exercises } from "./lessons.js";
-import { call, element, errorText, events } from "./session.js";
+import { call, element, errorText, events, follow } from "./session.js";
 
-const RETRY_SECONDS = [1, 1, 2, 3, 5];
 const MOST_EVENTS = 200, MOST_ANSWERS = 40;
 const get = (id) => document.getElementById(id);
 
@@ -77,29 +76,6 @@ function take(message) {
   while (log.childElementCount > MOST_EVENTS) log.lastElementChild.remove();
   lanes.add(message.steps, message.pool ?? latest);
   redraw();
-}
-
-// Until the server refuses: a refusal would not change by itself.
-async function follow() {
-  for (let failures = 0; ;) {
-    try {
-      const reply = await call("learn/events");
-      if (!reply.ok) {
-        tell(await errorText(reply), true);
-        if (reply.status < 500 && reply.status !== 429) return;
-      } else {
-        for await (const message of events(reply)) {
-          failures = 0;
-          take(message);
-        }
-        tell("The server ended the connection.", true);
-      }
-    } catch (error) {
-      tell(`No connection: ${error.message}`, true);
-    }
-    const wait = RETRY_SECONDS[Math.min(failures++, RETRY_SECONDS.length - 1)];
-    await new Promise((resolve) => setTimeout(resolve, wait * 1e3));
-  }
 }
 
 async function order(body) {
@@ -206,4 +182,4 @@ get("clear").addEventListener("click", async () => {
 get("again").addEventListener("click", () => call("learn/exercises", { method: "DELETE" }));
 addEventListener("resize", redraw);
 showPace();
-follow();
+follow("learn/events", take, tell);

@@ -86,3 +86,31 @@ export function element(name, properties = {}, ...children) {
   made.append(...children);
   return made;
 }
+
+const RETRY_SECONDS = [1, 1, 2, 3, 5];
+
+// Takes each event of the path, over connections that are made again, until the server refuses: a refusal would not
+// change by itself.
+export async function follow(path, take, tell) {
+  for (let failures = 0; ;) {
+    try {
+      const reply = await call(path);
+      if (!reply.ok) {
+        tell(await errorText(reply), true);
+        if (reply.status < 500 && reply.status !== 429) return;
+      } else {
+        for await (const message of events(reply)) {
+          failures = 0;
+          take(message);
+        }
+        tell("The server ended the connection.", true);
+      }
+    } catch (error) {
+      tell(`The connection was lost${error instanceof TypeError ? "" : `: ${error.message}`}.`, true);
+    }
+    const wait = RETRY_SECONDS[Math.min(failures, RETRY_SECONDS.length - 1)];
+    failures += 1;
+    await new Promise((resolve) => setTimeout(resolve, wait * 1e3));
+    tell("Connecting again…", true);
+  }
+}
