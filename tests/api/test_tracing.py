@@ -110,11 +110,11 @@ async def test_a_collector_that_is_gone_broken_or_slow_harms_nobody(
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     monkeypatch.setattr(tracing.Tracing.close, "__defaults__", (0.2,))
-    slow, broken = Collector(pause=5.0), Collector(status=500)
+    slow, broken = Collector(pause=60.0), Collector(status=500)
     for endpoint in ("http://127.0.0.1:9", slow.url, broken.url):
         started = time.monotonic()
         await send(endpoint)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
     for thread in threading.enumerate():
         if thread.name == "traces":
             thread.join(10)
@@ -126,10 +126,10 @@ async def test_a_collector_that_is_gone_broken_or_slow_harms_nobody(
 async def test_the_end_has_a_time_limit(collecting: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     made, ended = tracing.Tracing(collecting.url, model="fake"), threading.Event()
     real = made._provider.shutdown
-    monkeypatch.setattr(made._provider, "shutdown", lambda: ended.wait(30))
+    monkeypatch.setattr(made._provider, "shutdown", lambda: ended.wait(120))
     started = time.monotonic()
     made.close(0.1)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60
     ended.set()
     real()
 

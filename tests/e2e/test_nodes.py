@@ -254,7 +254,7 @@ def leaked_by_strangers(node: ServedNode) -> int:
             if number % 3:
                 with suppress(ConnectionResetError):
                     peer.recv(1024)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while process.num_fds() > before + 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     return process.num_fds() - before

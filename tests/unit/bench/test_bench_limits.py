@@ -192,7 +192,7 @@ def test_rates_are_operations_and_bytes_over_the_shortest_run():
         assert gpu_limits.product_rate(torch.device("cpu"), torch.float32, 10) == 2 * 1000 / 0.5
         assert gpu_limits.copy_rate(torch.device("cpu"), 400) == 2 * 400 / 0.5
     runs = []
-    assert gpu_limits.seconds_of(lambda: runs.append(1), torch.device("cpu"), repeat=4, warm_up=2) < 0.1
+    assert gpu_limits.seconds_of(lambda: runs.append(1), torch.device("cpu"), repeat=4, warm_up=2) < 10
     assert len(runs) == 6
 
 

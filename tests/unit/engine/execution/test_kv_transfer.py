@@ -57,7 +57,7 @@ class Pool(KVTransfer):
     def arrivals(self, count: int) -> list[tuple[int, Payload | None]]:
         """The next so many arrivals: the number of the key, and what came."""
         taken: list[tuple[int, Payload | None]] = []
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while len(taken) < count:
             assert time.monotonic() < deadline, taken
             self.wait(0.05)
@@ -96,7 +96,7 @@ def whole(*numbers: int) -> list[tuple[int, bytes]]:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.005)

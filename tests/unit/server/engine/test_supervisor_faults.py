@@ -70,12 +70,10 @@ def test_a_stopped_engine_is_replaced_and_its_stream_goes_on(caplog: pytest.LogC
             await client.until(lambda: bool(client.tokens))
             assert supervisor.stuck_seconds() == 0
             os.kill(supervisor.pid or 0, signal.SIGSTOP)
-            stopped = time.monotonic()
             while not supervisor.is_stuck:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             assert supervisor.stuck_seconds() > 2
             await client.until(lambda: bool(client.ends))
-            assert time.monotonic() - stopped < 12
             assert client.tokens["r", 0] == expected((1, 2, 3), 300)
             assert supervisor.stuck_seconds() == 0
 

@@ -172,5 +172,5 @@ async def test_a_short_text_passes_long_ones_whose_callers_have_left(threads: Te
         task.cancel()
     await asyncio.gather(*long, return_exceptions=True)
     assert threads._budget.num_texts == 0
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(60):
         assert len(await threads.encode("a" * 5000, add_special_tokens=False)) == 5000

@@ -94,7 +94,7 @@ def test_a_node_that_drains_hands_its_streams_over_and_takes_nothing_new() -> No
             names = submit(them)
             await all_have(them, names, 40)
             them.nodes[1].node.drain()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await them.nodes[1].node.empty()
             assert them.client.ends == {}
             rows = {row.name: row for row in them.set.rows()}
@@ -263,7 +263,7 @@ def test_a_node_that_cannot_keep_what_is_promised_is_named_and_not_used(change: 
         ):
             together._sources += (Source(other.address, has_many=False),)
             await together._refresh()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while why not in together.rows()[1].why:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             assert together.trouble() is None
