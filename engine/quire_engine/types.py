@@ -138,6 +138,14 @@ class Adapter:
     digest: str  # SHA-256 of its files, in hexadecimal digits
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFacts:
+    """The facts of an adapter's files."""
+
+    digest: str  # as `Adapter.digest`
+    rank: int  # the largest of its matrices
+
+
 class AdaptersInUse(NamedTuple):
     """Digests of the adapters of unfinished requests."""
 

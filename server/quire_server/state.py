@@ -20,8 +20,8 @@ from fastapi import Query, Request
 from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
 from quire_engine.quality_store import stored_quality
-from quire_engine.types import EnginePort, EngineStats, StepOutput
-from quire_server.engine.adapters import ServedAdapters
+from quire_engine.types import AdapterFacts, EnginePort, EngineStats, StepOutput
+from quire_server.engine.adapters import AdapterFiles, ServedAdapters
 from quire_server.engine.admission import QueueLimits, TenantGate, TtftGate
 from quire_server.engine.engine_client import EngineClient
 from quire_server.engine.engines import Engines
@@ -89,6 +89,7 @@ class Catalog:
         for state in self.states:
             state.catalog, state.phase = self, self.states[0].phase
             state.overdue_seconds = models.overdue_seconds
+            state.adapters.is_taken = partial(self._is_others, state)
 
     def find(self, name: str | None) -> ServerState | None:
         """The state of the model that a request names; None and an empty name ask for the default. None: unknown."""
@@ -106,6 +107,10 @@ class Catalog:
                 f"The model {name} cannot be loaded: {why}.", retry_after_seconds=seconds, code="model_failed"
             )
         self.models.used(name)
+
+    def _is_others(self, state: ServerState, name: str) -> bool:
+        """Whether a name is of another model than this one."""
+        return any(other.has_name(name) for other in self.states if other is not state)
 
     def is_full(self, *underway: int) -> bool:
         """Whether no model's queue has a place for a request that comes now."""
@@ -296,11 +301,12 @@ async def build_state(
     *,
     usage: UsageBook | None = None,
     limits: ServerLimits | None = None,
+    read_adapter: Callable[[str], Awaitable[AdapterFacts]] | None = None,
 ) -> ServerState:
     """Load tokenizer and templates while the engine starts, then wait for it. Raises ConfigError, ModelLoadError.
 
     Without `credentials` the keys and tenants of the settings hold; without `usage` it is counted in their file;
-    without `limits` their defaults hold.
+    without `limits` their defaults hold. `read_adapter`: as `ServedAdapters` takes it.
     """
     credentials = Credentials(settings) if credentials is None else credentials
     usage = usage or UsageBook(settings.model_names[0], file=settings.first_keys.tenants.usage_file)
@@ -316,7 +322,7 @@ async def build_state(
     try:
         plan = await starting
         _check_vocabulary(settings, tokenizer, plan)
-        adapters = await _adapters(settings, engines)
+        adapters = await _adapters(settings, engines, read_adapter)
     except BaseException:
         if prompts is not None:  # otherwise its processes would live as long as the error's traceback
             prompts.close()
@@ -361,6 +367,8 @@ async def build_catalog(
 ) -> ServerState:
     """The states of several models, whose engines are asleep; returns the default one's. Raises as `build_state`."""
     first = entries[0]
+    files = AdapterFiles()
+    await files.read_ahead([(each.engine_config(), module.path) for each in entries for module in each.lora_modules])
     usage = UsageBook(first.model_names[0], file=first.first_keys.tenants.usage_file)
     building = []
     for settings in entries:
@@ -369,7 +377,8 @@ async def build_catalog(
         planned: asyncio.Future[EnginePlan] = asyncio.get_running_loop().create_future()
         planned.set_result(engine.plan)
         own = usage if settings is first else usage.beside(name)
-        building.append(build_state(settings, engine.supervisor, planned, credentials, usage=own))
+        reader = partial(files.read, settings.engine_config())
+        building.append(build_state(settings, engine.supervisor, planned, credentials, usage=own, read_adapter=reader))
     built = await asyncio.gather(*building, return_exceptions=True)
     states = [each for each in built if isinstance(each, ServerState)]
     failures = [each for each in built if isinstance(each, BaseException)]
@@ -447,9 +456,12 @@ def _resize(replicas: ReplicaSet, settings: Settings, client: EngineClient, metr
     metrics.resize(replicas.whole_plan(client.plan).scheduler.num_blocks)
 
 
-async def _adapters(settings: Settings, engines: Engines) -> ServedAdapters:
+async def _adapters(
+    settings: Settings, engines: Engines, read: Callable[[str], Awaitable[AdapterFacts]] | None
+) -> ServedAdapters:
     """The adapters of the settings, loaded. Raises ModelLoadError."""
-    adapters = ServedAdapters(engines.control if settings.enable_lora else None, taken=settings.model_names)
+    control = engines.control if settings.enable_lora else None
+    adapters = ServedAdapters(control, taken=settings.model_names, read=read)
     for module in settings.lora_modules:
         try:
             await adapters.load(module.name, module.path, parent=module.base_model_name)

@@ -10,12 +10,13 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from quire_engine.errors import QuireError, Unanswerable
-from quire_engine.types import FORGET_ADAPTER, LOAD_ADAPTER, Adapter
+from quire_engine.config import EngineConfig
+from quire_engine.errors import ConfigError, ModelLoadError, QuireError, Unanswerable
+from quire_engine.types import FORGET_ADAPTER, LOAD_ADAPTER, Adapter, AdapterFacts
+from quire_server.engine.json_child import ask_each
 from quire_server.errors import BadRequest, ModelNotFound, NotReady, Unsupported
 
 _LOOK_SECONDS = 0.02  # between two questions whether an adapter is loaded
@@ -32,13 +33,22 @@ class ServedAdapter:
 
 
 class ServedAdapters:
-    """The adapters of one server; without `control` there are none, and none can be loaded."""
+    """The adapters of one model; without `control` there are none, and none can be loaded."""
 
     def __init__(
-        self, control: Callable[[str, str], Awaitable[bytes]] | None = None, *, taken: Collection[str] = ()
+        self,
+        control: Callable[[str, str], Awaitable[bytes]] | None = None,
+        *,
+        taken: Collection[str] = (),
+        read: Callable[[str], Awaitable[AdapterFacts]] | None = None,
     ) -> None:
-        """`control`: gives an order to the engine; `taken`: the names of the model."""
-        self._control, self._taken = control, taken
+        """`control`: gives an order to the engine; `taken`: the names of the model.
+
+        `read`: of a model whose engine may be absent, what is in a directory; the engine then loads an adapter when a
+        request has it. Raises QuireError.
+        """
+        self._control, self._taken, self._read = control, taken, read
+        self.is_taken: Callable[[str], bool] = lambda _: False  # whether another model has the name
         self._served: dict[str, ServedAdapter] = {}
         self._changing = asyncio.Lock()  # one order at a time, so that the last one holds
 
@@ -73,6 +83,7 @@ class ServedAdapters:
         async with self._changing:
             if name in self._taken:
                 raise BadRequest(f"The name '{name}' is the model's own.", param="lora_name")
+            self._check_others(name)
             before = self._served.get(name)
             if before is not None and not in_place:
                 raise BadRequest(
@@ -81,10 +92,10 @@ class ServedAdapters:
                     param="lora_name",
                 )
             facts = await self._loaded(path)
-            adapter = Adapter(name=name, path=path, digest=str(facts["digest"]))
+            self._check_others(name)  # it may have been given meanwhile
             served = ServedAdapter(
-                adapter=adapter,
-                rank=int(facts["rank"]),
+                adapter=Adapter(name=name, path=path, digest=facts.digest),
+                rank=facts.rank,
                 parent=parent or ("" if before is None else before.parent),
                 loaded=time.time(),
             )
@@ -101,12 +112,25 @@ class ServedAdapters:
                 raise ModelNotFound(name)
             await self._forget(served.adapter.digest)
 
-    async def _loaded(self, path: str) -> dict[str, Any]:
+    def _check_others(self, name: str) -> None:
+        if self.is_taken(name):
+            raise BadRequest(f"The name '{name}' is another model's.", param="lora_name")
+
+    async def _loaded(self, path: str) -> AdapterFacts:
+        if self._control is None:
+            raise _not_enabled()
+        if self._read is not None:
+            try:
+                return await self._read(path)
+            except (ModelLoadError, ConfigError) as error:
+                raise _unusable(error) from None
+            except QuireError as error:
+                raise _not_done(error) from None
         order = json.dumps({"order": secrets.token_hex(8), "path": path})
         while True:
             facts = json.loads(await self._tell(LOAD_ADAPTER, order))
             if facts is not None:
-                return dict(facts)
+                return AdapterFacts(digest=str(facts["digest"]), rank=int(facts["rank"]))
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _forget(self, digest: str) -> None:
@@ -120,10 +144,47 @@ class ServedAdapters:
 
     async def _tell(self, what: str, argument: str) -> bytes:
         if self._control is None:
-            raise Unsupported("Adapters are not enabled: start the server with --enable-lora.", param="lora_name")
+            raise _not_enabled()
         try:
             return await self._control(what, argument)
         except Unanswerable as error:
-            raise BadRequest(f"The adapter cannot be loaded: {error}.", param="lora_path") from None
+            raise _unusable(error) from None
         except QuireError as error:
-            raise NotReady(f"Not done: {error}.", retry_after_seconds=2.0) from None
+            raise _not_done(error) from None
+
+
+def _not_enabled() -> Unsupported:
+    return Unsupported("Adapters are not enabled: start the server with --enable-lora.", param="lora_name")
+
+
+def _unusable(error: QuireError) -> BadRequest:
+    return BadRequest(f"The adapter cannot be loaded: {error}.", param="lora_path")
+
+
+def _not_done(error: QuireError) -> NotReady:
+    return NotReady(f"Not done: {error}.", retry_after_seconds=2.0)
+
+
+class AdapterFiles:
+    """Reads adapters of models whose engines may be absent, in a process of its own that ends.
+
+    They are checked against the model as an engine would. One that later gets another adapter from there refuses it.
+    """
+
+    def __init__(self) -> None:
+        self._ahead: dict[tuple[EngineConfig, str], AdapterFacts] = {}  # read at the start, for one use each
+
+    async def read_ahead(self, wanted: Sequence[tuple[EngineConfig, str]]) -> None:
+        """Read all adapters of the settings by one process, which takes two seconds to start. Raises as `read`."""
+        if wanted:
+            self._ahead = dict(zip(wanted, await asyncio.to_thread(_ask, wanted), strict=True))
+
+    async def read(self, config: EngineConfig, path: str) -> AdapterFacts:
+        """An adapter for the model of this configuration. Raises ModelLoadError, ConfigError, EngineDead."""
+        known = self._ahead.pop((config, path), None)
+        return (await asyncio.to_thread(_ask, [(config, path)]))[0] if known is None else known
+
+
+def _ask(wanted: Sequence[tuple[EngineConfig, str]]) -> list[AdapterFacts]:
+    questions = [{"config": config, "path": path} for config, path in wanted]
+    return ask_each("adapter_facts", questions, AdapterFacts)

@@ -18,7 +18,7 @@ from quire_server.settings.fields import Settings
 from quire_server.settings.sources import SettingsError, flag_name, read_yaml, suggest
 
 _FILES = (".yaml", ".yml")
-_OWN = ("model", "served_model_name", "tokenizer", "revision", "chat_template")  # of one model alone
+_OWN = ("model", "served_model_name", "tokenizer", "revision", "chat_template", "lora_modules")  # of one model alone
 # One engine of this machine computes a model, and one process accepts connections: what is more is not woken and slept.
 _EXCLUDED = {
     "replicas": "a model has one engine here",
@@ -26,9 +26,7 @@ _EXCLUDED = {
     "api_server_count": "one process accepts connections here",
     "warm_prefix": "a model's engine may start and end at any time",
     "kv_events_config": "events of a cache name no model",
-    "tensor_parallel_size": "a model is computed by one process here",
     "enable_fault_injection": "a fault names no model",
-    "enable_lora": "adapters are read by an engine that stays",
 }
 
 

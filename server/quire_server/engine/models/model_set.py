@@ -24,7 +24,7 @@ from quire_server.engine.models.sleeping import SleepingSupervisor
 from quire_server.engine.supervisor import EngineState
 from quire_server.metrics.metric_catalog import ModelEnd, ModelState
 
-PROCESS_BYTES = 256 << 20  # of an engine's process beside weights and pool: the interpreter and its libraries
+PROCESS_BYTES = 256 << 20  # of each process of an engine beside weights and pool: the interpreter and its libraries
 FAILED_SECONDS = 30.0  # before requests start an engine again that could not be started
 _LOOK_SECONDS = 0.25  # between two looks while nothing happens
 _PREPARING_SECONDS = 1.0  # from the choice of a model to its request's place in the queue
@@ -77,9 +77,10 @@ class ModelEngine:
 
     @property
     def engine_bytes(self) -> int:
-        """Bytes of the pool and the process, beside the weights."""
+        """Bytes of the pool and the processes, beside the weights, which all ranks map."""
         plan = self.plan
-        return plan.kv_bytes + plan.draft_bytes + plan.adapter_bytes + PROCESS_BYTES
+        processes = plan.tensor_parallel_size * PROCESS_BYTES
+        return plan.kv_bytes + plan.draft_bytes + plan.adapter_bytes + processes
 
     @property
     def plan(self) -> EnginePlan:

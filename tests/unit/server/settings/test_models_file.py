@@ -47,6 +47,20 @@ models:
     assert not first.settings.models
 
 
+def test_adapters_and_ranks_are_a_model_s_own(tmp_path: Path):
+    text = """
+models:
+  - {model: quire-demo, served_model_name: one, tensor_parallel_size: 2, lora_modules: [a=/a, {name: b, path: /b}]}
+  - {model: quire-demo, served_model_name: two, max_loras: 3, lora_modules: [c=/c]}
+"""
+    first, second = entries("--models", written(tmp_path, text), "--enable-lora", "--max-loras", "2")
+    assert [(each.name, each.path) for each in first.settings.lora_modules] == [("a", "/a"), ("b", "/b")]
+    assert [each.name for each in second.settings.lora_modules] == ["c"]
+    assert (first.settings.tensor_parallel_size, second.settings.tensor_parallel_size) == (2, 1)
+    assert (first.settings.max_loras, second.settings.max_loras) == (2, 3)
+    assert second.settings.enable_lora
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -56,7 +70,13 @@ models:
         ("models: [{name: a}]", "entry 1 has no `model: PATH`"),
         ("models: [{model: /m/a, port: 1}]", "/m/a: port is not a model's setting"),
         ("models: [{model: /m/a, pined: true}]", "pined is not a model's setting; did you mean pinned?"),
-        ("models: [{model: /m/a, tensor_parallel_size: 2}]", "tensor_parallel_size is not a model's: a model is"),
+        ("models: [{model: /m/a, replicas: 2}]", "replicas is not a model's: a model has one engine"),
+        ("models: [{model: /m/a, lora_modules: [x=/x]}]", "/m/a: --lora-modules needs --enable-lora"),
+        (
+            "models: [{model: a, enable_lora: true, lora_modules: [x=/x]},"
+            " {model: b, enable_lora: true, lora_modules: [x=/y]}]",
+            "the name 'x' stands for several models",
+        ),
         ("models: [{model: /m/a, idle_seconds: 0}]", "/m/a: idle_seconds: input should be greater than 0"),
         ("models: [{model: /m/a, kv_memory: much}]", "/m/a: kv_memory: expected a size"),
         ("models: [{model: /m/a}, {model: /n/a}]", "the name 'a' stands for several models"),
@@ -79,7 +99,7 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, text: str, told:
         (("--replicas", "2"), "--models and --replicas exclude each other: a model has one engine here"),
         (("--api-server-count", "2"), "exclude each other: one process accepts"),
         (("--served-model-name", "a"), "put `served_model_name` into the model's entry"),
-        (("--enable-lora",), "--models and --enable-lora exclude each other"),
+        (("--enable-lora", "--lora-modules", "x=/x"), "put `lora_modules` into the model's entry"),
     ],
 )
 def test_what_several_models_exclude(tmp_path: Path, flags: tuple[str, ...], told: str):

@@ -1,0 +1,41 @@
+"""Reads adapters without an engine: `python -m quire_engine.tools.adapter_facts`, in JSON.
+
+Promises: no weight of the model is read; a question has an `EngineConfig` as `config` and a directory as
+`path`, the reply is `AdapterFacts`, as an engine with this configuration finds them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from quire_engine.config import engine_config
+from quire_engine.errors import ModelLoadError
+from quire_engine.execution.models.adapter import read_adapter
+from quire_engine.execution.models.config import ModelConfig, load_model_config
+from quire_engine.tools.json_child import converse
+from quire_engine.types import AdapterFacts
+
+
+def answers(questions: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The facts of each adapter. Raises ConfigError, ModelLoadError."""
+    for asked in questions:
+        config = engine_config(asked["config"])
+        if not config.enable_lora:
+            raise ModelLoadError(f"{config.model}: adapters are not enabled")
+        model = _model(config.model, config.ignore_config_keys)
+        read = read_adapter(Path(asked["path"]), model, max_rank=config.max_lora_rank)
+        yield asdict(AdapterFacts(digest=read.digest, rank=read.rank))
+
+
+@cache
+def _model(path: str, ignored: tuple[str, ...]) -> ModelConfig:
+    return load_model_config(Path(path), ignored)
+
+
+if __name__ == "__main__":
+    sys.exit(converse(answers))
