@@ -166,3 +166,5 @@ class StepResult:
     non_finite: set[int] = field(default_factory=set)  # sequence ids
     decoded: Sequence[int] | None = None
     num_padding_rows: int = field(default=0, compare=False)  # rows that were computed in addition to the batch's own
+    # Of each rank that computes the model, the seconds that it waited for the others in this step; empty without ranks.
+    rank_seconds: tuple[float, ...] = field(default=(), compare=False)

@@ -451,7 +451,8 @@ def _make_executor(  # noqa: PLR0917 - the parts of an engine
     kernels, device, limits = resolved.kernels, resolved.device, resolved.asked.limits
     num_blocks = pool.num_blocks + spare_blocks(kernels, device) + resolved.num_staging_blocks
     size, layout = limits.block_size, resolved.layout
-    on_copy = decoder.copy_blocks if isinstance(decoder, Leader) else None
+    leader = decoder if isinstance(decoder, Leader) else None
+    on_copy = None if leader is None else leader.copy_blocks
     dtype, memory = resolved.dtype, None if surviving is None else surviving.memory
     model = resolved.model
     kv = KVStorage(kernels, model, num_blocks, size, dtype, device, layout=layout, on_copy=on_copy, memory=memory)
@@ -471,6 +472,7 @@ def _make_executor(  # noqa: PLR0917 - the parts of an engine
         drafts=resolved.asked.speculation != "off",
         faults=resolved.asked.faults,
         rows=rows,
+        waited=None if leader is None else leader.waited,
     )
     swap_seconds = executor.swap_seconds() if resolved.num_host_blocks else 0.0
     host_keys: tuple[bytes, ...] = ()

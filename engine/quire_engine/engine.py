@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from operator import add
 from typing import Any, Protocol
 
 from quire_engine.adapter_turns import AdapterTurns
@@ -138,6 +139,7 @@ class Engine:
         self._clock = clock
         self._step_id = 0
         self._num_padding_rows = 0  # sum over all steps
+        self._rank_seconds: tuple[float, ...] = ()  # likewise
         self._in_flight: deque[Batch] = deque()  # launched and not collected, in order
         self._unsent: list[TokenOutput] = []  # refusals, sent with the next StepOutput
         self._stats_changed = False
@@ -325,6 +327,7 @@ class Engine:
             step_seconds=step_seconds,
             host_seconds=step_seconds - execute_seconds,
             total_padding_rows=self._num_padding_rows,
+            total_rank_seconds=self._rank_seconds,
         )
         preparing = {each.adapter.name for each in self._preparing.values() if each.adapter is not None}
         if preparing:
@@ -401,6 +404,9 @@ class Engine:
                 self._executor.forget_host_blocks(wrong)
         self._step_id = batch.step_id
         self._num_padding_rows += result.num_padding_rows
+        if result.rank_seconds:
+            until_now = self._rank_seconds or (0.0,) * len(result.rank_seconds)
+            self._rank_seconds = tuple(map(add, until_now, result.rank_seconds))
         return outputs, finished - started
 
     def _check(self) -> None:

@@ -294,6 +294,7 @@ class EngineStats:
     kv_waiting_since: float | None = None  # clock of arrival_time: when the queue's head began to wait for blocks
     total_kv_wait_seconds: float = 0.0  # time in which the queue's head waited for blocks
     total_padding_rows: int = 0  # rows that pad steps to one of few sizes
+    total_rank_seconds: tuple[float, ...] = ()  # that each rank has waited for the others' columns; empty without ranks
     tenants: tuple[TenantStats, ...] = ()  # empty until a request names a tenant
     total_prefill_tokens_saved: int = 0  # cached tokens of requests that entered, also after preemptions
     host_blocks_total: int = 0  # blocks of host memory for swapped sequences and evicted prefixes

@@ -98,6 +98,10 @@ QUIRE_API void quire_ranks_close(RankMemory* memory);
 // Waits, however long it takes, until rank 0 begins an exchange that this one has not. 0 or kRankLost.
 QUIRE_API int32_t quire_ranks_await(RankMemory* memory);
 
+// ns [size]: the nanoseconds that each rank has waited in exchanges for what others had not written yet. A rank that is
+// slower than the others waits less than they do.
+QUIRE_API void quire_ranks_waited(RankMemory* memory, int64_t* ns);
+
 // A GatherColumns through that file; `memory` is a RankMemory.
 QUIRE_API int32_t quire_ranks_gather(void* memory, char* data, int64_t rows, int64_t row_bytes, const int64_t* starts);
 

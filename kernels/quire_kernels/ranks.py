@@ -6,6 +6,7 @@ not depend on the number of ranks. Must not know: the engine.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol
@@ -38,6 +39,13 @@ class Collective(Protocol):
         """Give all ranks the data of rank 0; the others give None, and wait for it however long. Raises RankLost."""
         ...
 
+    def waited(self) -> tuple[float, ...]:
+        """Of each rank the seconds that it has waited in exchanges for the others, as far as it is known here.
+
+        The time until rank 0 says what to do is none of it. The slowest rank waits least.
+        """
+        ...
+
 
 class TorchDistributed:
     """See `Collective`: by a process group of torch.distributed, which may reach over hosts, or by NCCL over GPUs.
@@ -49,19 +57,29 @@ class TorchDistributed:
         """`device`: where the group's tensors lie; None: in host memory."""
         self._group, self._device = group, device or torch.device("cpu")
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._waited = torch.zeros(self.size, dtype=torch.int64)  # nanoseconds, of the others as of the last exchange
+
+    def waited(self) -> tuple[float, ...]:
+        """As `Collective` has it. The transport's own time counts as waited: the calls do not tell it apart."""
+        return tuple([each / 1e9 for each in self._waited.tolist()])
 
     def gather(self, data: Tensor, starts: Sequence[int]) -> None:
         widths = [end - start for start, end in pairwise(starts)]
-        # Gloo takes parts of one size only.
-        own = torch.zeros(len(data), max(widths), dtype=torch.uint8, device=self._device)
-        own[:, : widths[self.rank]] = data[:, starts[self.rank] : starts[self.rank + 1]]
+        own_waited = self._waited[self.rank : self.rank + 1].view(torch.uint8)
+        # Gloo takes parts of one size only. The last row tells how long the rank has waited.
+        own = torch.zeros(len(data) + 1, max(*widths, len(own_waited)), dtype=torch.uint8, device=self._device)
+        own[:-1, : widths[self.rank]] = data[:, starts[self.rank] : starts[self.rank + 1]]
+        own[-1, : len(own_waited)] = own_waited
         parts = [torch.empty_like(own) for _ in widths]
+        began = time.monotonic_ns()
         try:
             dist.all_gather(parts, own, group=self._group)
         except RuntimeError as error:
             raise RankLost(f"rank {self.rank} has lost another one: {error}") from error
         for rank, part in enumerate(parts):
-            data[:, starts[rank] : starts[rank + 1]] = part[:, : widths[rank]]
+            data[:, starts[rank] : starts[rank + 1]] = part[:-1, : widths[rank]]
+            self._waited[rank : rank + 1].view(torch.uint8)[:] = part[-1, : len(own_waited)]
+        self._waited[self.rank] += time.monotonic_ns() - began
 
     def broadcast(self, data: bytes | None) -> bytes:
         size = torch.tensor([len(data or b"")], device=self._device)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -126,6 +127,19 @@ def test_a_rank_that_stops_ends_the_wait_of_the_others() -> None:
         waits.gather(data, [0, 4, 8])
 
 
+def test_whom_the_others_wait_for_has_waited_least() -> None:
+    first, second = exchanges(2)
+    data = [torch.zeros(1, 8, dtype=torch.uint8) for _ in range(2)]
+
+    def late() -> None:
+        time.sleep(0.2)
+        second.gather(data[1], [0, 4, 8])
+
+    together([lambda: first.gather(data[0], [0, 4, 8]), late])
+    assert first.waited() == second.waited()
+    assert first.waited()[0] > first.waited()[1]
+
+
 def test_a_lost_rank_ends_a_model_s_step() -> None:
     path, exchange = shared_checkpoint("qwen3"), exchanges(2, patience=0.2)[0]
     with pytest.raises(RankLost):
@@ -205,6 +219,7 @@ def test_a_process_group_of_one_rank_runs_the_path_of_many(backend: str, device:
         data = torch.randint(0, 256, (5, 48), dtype=torch.uint8, device=device)
         before = data.clone()
         collective.gather(data, [0, 48])
+        assert 0 < collective.waited()[0] < 60
         assert torch.equal(data, before)
         assert collective.broadcast(b"told" * 2000) == b"told" * 2000
     finally:

@@ -75,6 +75,9 @@ def test_ranks_give_the_tokens_of_one(model: str, size: int) -> None:
         assert again == expected
         assert sum(result.num_cached_tokens > 0 for result in again.values()) > len(requests) // 2
         plan = built.plan
+        steps = built.scheduler.answer("steps", {"limit": 64})["steps"]  # type: ignore[index]
+        assert all(len(step.rank_seconds) == size and min(step.rank_seconds) >= 0 for step in steps)
+        assert sum(max(step.rank_seconds) for step in steps) > 0
     most = max(
         plan.scheduler.limits.footprint(num_prompt=len(r.prompt_token_ids), max_new_tokens=r.stop.max_new_tokens, n=r.n)
         for r in requests

@@ -120,6 +120,7 @@ class FakeExecutor:
         self.num_copies = 0
         self.forgotten: list[int] = []  # blocks of the host
         self.pieces = 0  # of work to prepare
+        self.rank_seconds: tuple[float, ...] = ()  # of each step
 
     def launch(self, batch: Batch) -> None:
         self.log.append(batch)
@@ -139,7 +140,8 @@ class FakeExecutor:
     def execute(self, batch: Batch) -> StepResult:
         batch = replace(batch.whole(), items=tuple(self._known(item) for item in batch.items))
         self.copy(batch)
-        result = StepResult(starved={i.sequence_id for i in batch.items if i.sequence_id in self.starved})
+        starved_now = {i.sequence_id for i in batch.items if i.sequence_id in self.starved}
+        result = StepResult(starved=starved_now, rank_seconds=self.rank_seconds)
         self.starved -= result.starved
         # What was planned behind a slice that is not computed is computed on anything, and must be passed over.
         starved = [item for item in batch.items if item.sequence_id in result.starved]

@@ -9,6 +9,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -113,6 +114,17 @@ def _main(way: str, rank: int, fd: int, path: Path, folder: Path) -> None:
         collective = SharedMemory(library(), fd, rank, 2)
     said = bytes(5000) + b"said"
     assert collective.broadcast(said if rank == 0 else None) == said
+
+    def waited() -> list[float]:
+        for _ in range(2):  # by torch.distributed an exchange tells of those before it
+            collective.gather(torch.zeros(2, 5, dtype=torch.uint8), [0, 3, 5])
+        return list(collective.waited())
+
+    before = waited()
+    if rank == 0:
+        time.sleep(0.5)  # so that the other one waits
+    grown = [after - was for was, after in zip(before, waited(), strict=True)]
+    assert grown[1] > grown[0], grown
     torch.save(answers(path, None, "bf16", collective, 1), folder / f"{rank}.pt")
     if way == "gloo":
         dist.barrier()

@@ -11,6 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from operator import sub
 from pathlib import Path
 from typing import Protocol
 
@@ -37,6 +39,7 @@ from quire_kernels.kernel_set import KernelSet
 from quire_kernels.reference import REFERENCE
 
 _log = logging.getLogger(__name__)
+RankSeconds = Callable[[], tuple[float, ...]]
 _CAPTURE_SECONDS = 2.0  # of a start in which graphs are captured ahead; an idle server goes on with them
 
 
@@ -86,10 +89,21 @@ class Executor:
     """See `engine.StepExecutor`. Owns the steps in flight and the host's blocks."""
 
     def __init__(
-        self, runner: StepRunner, kv: KVBlocks, *, host: HostBlocks | None = None, faults: FaultPoints | None = None
+        self,
+        runner: StepRunner,
+        kv: KVBlocks,
+        *,
+        host: HostBlocks | None = None,
+        faults: FaultPoints | None = None,
+        waited: RankSeconds | None = None,
     ) -> None:
-        """Without `host` batches that swap fail. `faults` happen before whatever is computed."""
+        """Without `host` batches that swap fail. `faults` happen before whatever is computed.
+
+        `waited`: how long each rank has waited for the others by now, where there are several.
+        """
         self.max_in_flight = runner.max_in_flight
+        self._waited = waited
+        self._waited_before = () if waited is None else waited()
         self._runner, self._kv, self._host, self._faults = runner, kv, host, faults
         self._in_flight: deque[BegunStep] = deque()
 
@@ -117,7 +131,11 @@ class Executor:
         """The result of the oldest launched step, when it is there."""
         if not self._in_flight:
             raise RuntimeError("no step is launched")
-        return self._in_flight.popleft().result()
+        result = self._in_flight.popleft().result()
+        if self._waited is None:
+            return result
+        before, self._waited_before = self._waited_before, self._waited()
+        return replace(result, rank_seconds=tuple(map(sub, self._waited_before, before)))
 
     def swap_seconds(self) -> float:
         """Measure the seconds that copying a block to the host or back takes; call it before the first step."""
@@ -229,16 +247,17 @@ def make_executor(
     drafts: bool = False,
     faults: Iterable[Fault] = (),
     rows: PoolRows | None = None,
+    waited: RankSeconds | None = None,
 ) -> Executor:
     """`num_blocks`: those that are scheduled; `kv` has `spare_blocks` more, and behind those `staging_blocks_for` so
     many host blocks. `ahead`: launch before the last is done. `drafts`: some steps have them.
-    `rows`: of the blocks of all ranks, where the pool is that of one."""
+    `rows`: of the blocks of all ranks, where the pool is that of one. `waited`: as `Executor` has it."""
     planted = FaultPoints(faults, kv.tensor, limits.block_size) if faults else None
     host: HostBlocks | None = None
     if not runs_by_itself(kernels, device):
         host = HostKV(rows or PoolRows(kv.tensor), num_host_blocks) if num_host_blocks else None
         runner = Runner(decoder, kv.tensor, limits.block_size, device, grammars=grammars, adapters=adapters)
-        return Executor(runner, kv, host=host, faults=planted)
+        return Executor(runner, kv, host=host, faults=planted, waited=waited)
     cuda = CudaDevice(device)
     gpu_runner = GpuRunner(
         decoder,

@@ -33,6 +33,7 @@ struct alignas(64) Flag {
   std::atomic<uint32_t> exchange;  // how many exchanges the rank has begun, modulo 2^32
   std::atomic<uint32_t> sleepers;  // who sleep until it changes
   std::atomic<int32_t> pid;        // 0: the rank has not come yet
+  std::atomic<int64_t> waited_ns;  // in gathers, until the others' parts were there
 };
 
 struct Header {
@@ -101,12 +102,24 @@ struct RankMemory {
     if (own.sleepers.load(std::memory_order_seq_cst) != 0) wake_all(&own.exchange);
   }
 
+  // wait_for in a gather. What has come already costs no look at a clock.
+  bool wait_for_part(int32_t other) {
+    if (has_come(other, std::memory_order_acquire, exchange)) return true;
+    const int64_t begin = now_ns();
+    const bool found = wait_for(other, exchange, true);
+    std::atomic<int64_t>& waited = header->flags[rank].waited_ns;  // which this rank alone writes
+    waited.store(waited.load(std::memory_order_relaxed) + now_ns() - begin, std::memory_order_relaxed);
+    return found;
+  }
+
+  bool has_come(int32_t other, std::memory_order order, uint32_t number) const {
+    return static_cast<int32_t>(header->flags[other].exchange.load(order) - number) >= 0;
+  }
+
   // Whether another rank has come as far as `number`; false: it will not. `bounded`: within the patience.
   bool wait_for(int32_t other, uint32_t number, bool bounded) {
     Flag& flag = header->flags[other];
-    const auto came = [&](std::memory_order order) {
-      return static_cast<int32_t>(flag.exchange.load(order) - number) >= 0;
-    };
+    const auto came = [&](std::memory_order order) { return has_come(other, order, number); };
     for (int spins = 0; spins < kSpins; ++spins) {
       if (came(std::memory_order_acquire)) return true;
       relax();
@@ -145,7 +158,7 @@ struct RankMemory {
       raise();
       for (int32_t step = 1; step < size; ++step) {
         const int32_t other = (rank + step) % size;
-        if (!wait_for(other, exchange, true)) return give_up();
+        if (!wait_for_part(other)) return give_up();
         copy_part<false>(data + starts[other], row_bytes, width(other), from, end(other), place(other));
       }
     }
@@ -187,6 +200,12 @@ QUIRE_API void quire_ranks_close(RankMemory* memory) { delete memory; }
 
 QUIRE_API int32_t quire_ranks_await(RankMemory* memory) {
   return memory->wait_for(0, memory->exchange + 1, false) ? 0 : memory->give_up();
+}
+
+QUIRE_API void quire_ranks_waited(RankMemory* memory, int64_t* ns) {
+  for (int32_t each = 0; each < memory->size; ++each) {
+    ns[each] = memory->header->flags[each].waited_ns.load(std::memory_order_relaxed);
+  }
 }
 
 QUIRE_API int32_t quire_ranks_gather(void* memory, char* data, int64_t rows, int64_t row_bytes, const int64_t* starts) {

@@ -71,6 +71,11 @@ class SharedMemory:
         self._send(whole)
         return bytes(whole) if data is None else data
 
+    def waited(self) -> tuple[float, ...]:
+        nanoseconds = (ctypes.c_int64 * self.size)()
+        self.library.quire_ranks_waited(self.handle, nanoseconds)
+        return tuple([each / 1e9 for each in nanoseconds])
+
     def _send(self, data: bytearray) -> None:
         """Rank 0's bytes to the others."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(data))

@@ -212,6 +212,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "quire_ranks_open": (c_void_p, (c_int32, c_int32, c_int32, c_double)),
     "quire_ranks_close": (None, (c_void_p,)),
     "quire_ranks_await": (c_int32, (c_void_p,)),
+    "quire_ranks_waited": (None, (c_void_p, c_void_p)),
     "quire_ranks_gather": (c_int32, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
     "quire_panel_count": (c_int64, (c_void_p,)),
     "quire_checksum": (c_int64, (c_void_p, c_int64)),

@@ -183,6 +183,9 @@ def narrate(step: dict[str, Any], *, since: float) -> Iterator[str]:
     if any(step.get("swaps", ())):
         out, back = step["swaps"]
         yield f"  swaps      {out} blocks to the host, {back} from it  [swap space]"
+    if waits := step.get("rank_seconds"):
+        told = ", ".join(f"{seconds * 1000:.1f}" for seconds in waits)
+        yield f"  ranks      waited {told} ms for the others  [gathers]"
     behind = {(request_id, choice) for request_id, choice, *_ in step.get("drafts", ())}
     for request_id, choice, start, size in slices:
         if size > 1 and (request_id, choice) not in behind:

@@ -286,7 +286,7 @@ class EngineMetrics:
             ("state",),
             children=[("used",), ("cached",), ("free",)],
         )
-        self.kept, self.transfers = KeptMetrics(values), TransferMetrics(values)
+        self.kept, self.transfers, self.ranks = KeptMetrics(values), TransferMetrics(values), RankMetrics(values)
         self.query_tokens = values.counter(
             "quire_prefix_cache_query_tokens",
             "Prompt tokens looked up in the prefix cache.",
@@ -438,6 +438,7 @@ class EngineMetrics:
         ):
             if value != total.last:
                 total.advance(value)
+        self.ranks.observe(stats.total_rank_seconds)
         if stats.total_prefill_tokens_saved != self._saved.last:
             num_saved = self._saved.advance(stats.total_prefill_tokens_saved)
             self.saved_seconds.inc(num_saved * self._prefill_cost.seconds_per_token)
@@ -511,7 +512,7 @@ class EngineMetrics:
     def restarted(self) -> None:
         """The engine process was replaced: its totals begin at 0 again, and nothing runs for now."""
         self.restarts.inc()
-        for total in (*self._totals, self._saved):
+        for total in (*self._totals, *self.ranks.totals, self._saved):
             total.last = 0
         self._reset()
 
@@ -572,6 +573,29 @@ class TransferMetrics:
         self.wait_seconds = values.counter(
             "quire_kv_transfer_wait_seconds", "Time that requests have waited for blocks of other nodes, seconds."
         )
+
+
+class RankMetrics:
+    """Processes that compute a model together."""
+
+    def __init__(self, values: Values) -> None:
+        self.totals: list[_Total] = []  # by rank
+        self._seconds = values.counter(
+            "quire_rank_gather_seconds",
+            "Time that a rank has waited for columns that others had not computed yet, seconds: the one that waits"
+            " least is the slowest. None without --tensor-parallel-size; of several engines those of equal number"
+            " together.",
+            ("rank",),
+            children=(),
+        )
+
+    def observe(self, seconds: tuple[float, ...]) -> None:
+        """`seconds`: of each rank, since the engine started."""
+        for rank, total in enumerate(seconds):
+            if rank == len(self.totals):
+                self.totals.append(_Total(self._seconds, str(rank)))
+            if total != self.totals[rank].last:
+                self.totals[rank].advance(total)
 
 
 class _Total:

@@ -114,6 +114,10 @@ class Leader:
     def choose(self, logits: Tensor, rows: ChoiceRows) -> tuple[Tensor, Tensor, Tensor]:
         return self._decoder.choose(logits, rows)
 
+    def waited(self) -> tuple[float, ...]:
+        """See `Collective.waited`."""
+        return self._collective.waited()
+
     def copy_blocks(self, pairs: Pairs) -> None:
         """Tell the others of a copy that this rank is about to make in its pool."""
         self._tell(Message(Kind.COPY, (torch.tensor(pairs),)))

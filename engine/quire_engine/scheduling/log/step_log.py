@@ -182,6 +182,7 @@ class StepLog:
         """Record a step's result; returns its id for each request with a choice that ended in it."""
         step = self._open.pop(step_id)
         step.seconds, self.now = times
+        step.rank_seconds = result.rank_seconds
         step.applied_at, step.applied_ordinal, now = self.now, self._next_ordinal(), self.now
         for life, run in step.prompts_done:
             group = life.group
@@ -416,6 +417,7 @@ class Step:
             "failed",
             "beams",
             "prompts_done",
+            "rank_seconds",
         ),
     )
 
@@ -443,6 +445,7 @@ class Step:
         self.starved: list[str] = []
         self.failed: list[tuple[str, int, FailedPart]] = []
         self.beams: list[tuple[str, tuple[int, ...]]] = []
+        self.rank_seconds: tuple[float, ...] = ()
         self.prompts_done: list[tuple[RequestLife, int]] = []  # lives whose prompts this step completes, with their run
 
 

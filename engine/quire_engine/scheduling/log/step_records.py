@@ -66,6 +66,7 @@ class StepRecord:
     ends: tuple[tuple[str, int, FinishReason, int], ...]  # (request_id, choice, finish reason, output tokens)
     forced: tuple[tuple[str, int, int], ...]  # (request_id, choice, tokens) of choices with several tokens in one step
     drafts: tuple[tuple[str, int, int, int], ...] = ()  # (request_id, choice, guessed tokens, those accepted)
+    rank_seconds: tuple[float, ...] = ()  # that each rank waited for the others, where several compute the model
     starved: tuple[str, ...]  # requests preempted for lack of device memory
     failed: tuple[tuple[str, int, FailedPart], ...]  # (request_id, choice, failed part)
     beams: tuple[tuple[str, tuple[int, ...]], ...]  # (request_id, the parent beam of each sequence)

@@ -15,6 +15,7 @@ from quire_engine.scheduling.log.step_log import Step, StepLog
 
 MOST_TAKERS = 8  # in one explanation
 MOST_NAMED = 3  # in one sentence
+_UNEVEN = 0.2  # of its steps' time, between the ranks that waited most and least, so that `why` names it
 Account = dict[tuple[Phase, str], Spent]
 
 _WAITS = {
@@ -64,7 +65,7 @@ def explanation(life: RequestLife, step: int, log: StepLog) -> dict[str, object]
     steps, now = log.steps, log.now
     account = life.spent_until(step, now)
     before, takers = life.before_first_token, _takers(life, log)
-    beside = _beside_prompts(life, steps)
+    beside, (waited, computed) = _beside_prompts(life, steps), _rank_seconds(life, steps)
     chunks = [asdict(chunk) | {"seconds": _seconds(chunk.step, steps)} for chunk in life.chunks]
     return summary(life, step, now) | {
         "max_new_tokens": life.max_new_tokens,
@@ -87,8 +88,9 @@ def explanation(life: RequestLife, step: int, log: StepLog) -> dict[str, object]
         "num_stalls": life.num_stalls,
         "stalls": [asdict(each) for each in life.stalls],
         "decode_beside_prompts": beside,
+        "rank_seconds": waited,
         "prefix": _prefix(life, log),
-        "why": _why(life, account, beside, takers),
+        "why": _why(life, account, beside, takers) + _slow_rank(waited, computed),
     }
 
 
@@ -146,6 +148,27 @@ def _beside_prompts(life: RequestLife, steps: Values[Step]) -> dict[str, float |
         "prompt_tokens": sum(step.num_prefills for step in with_prompts),
         "seconds": sum(step.seconds for step in with_prompts),
     }
+
+
+def _rank_seconds(life: RequestLife, steps: Values[Step]) -> tuple[list[float], float]:
+    """The seconds that each rank waited for the others in its logged steps, and those that these steps took."""
+    first, last = life.first_step, life.last_step
+    if first is None or not any(step.rank_seconds for step in steps):
+        return [], 0.0
+    own = [step for step in steps if first <= step.step_id and (last is None or step.step_id <= last)]
+    waited = zip(*(step.rank_seconds for step in own if step.rank_seconds), strict=True)
+    return list(map(sum, waited)), sum(step.seconds for step in own)
+
+
+def _slow_rank(waited: list[float], computed: float) -> str:
+    """A sentence on a rank that the others waited for; empty: the ranks were even."""
+    if not waited or max(waited) - min(waited) < _UNEVEN * computed:
+        return ""
+    slowest = waited.index(min(waited))
+    return (
+        f" In {max(waited):.3f} s of the {computed:.3f} s that its steps took a rank waited for others; rank {slowest}"
+        " waited least, so it is the slow one: something else runs on its cores, or it has fewer."
+    )
 
 
 def _why(life: RequestLife, account: Account, beside: dict[str, float | int], takers: Values[Taker]) -> str:

@@ -68,6 +68,29 @@ def test_a_long_prompt_is_four_slices_and_streams_go_on_in_each() -> None:
     assert told(run, "s0")["decode_beside_prompts"] == {"steps": 4, "prompt_tokens": 8192, "seconds": 4.0}
 
 
+def test_the_rank_that_others_wait_for_is_named() -> None:
+    run = new_run()
+    run.add(request("before", 4, 3))
+    run.to_end()
+    assert told(run, "before")["rank_seconds"] == []
+    assert "rank" not in told(run, "before")["why"]
+    run.executor.rank_seconds = (0.25, 0.0, 0.5)  # of steps of one second each
+    run.add(request("after", 4, 4))
+    run.to_end()
+    one = told(run, "after")
+    assert one["rank_seconds"] == [1.0, 0.0, 2.0]
+    assert one["why"].endswith(
+        "; rank 1 waited least, so it is the slow one: something else runs on its cores, or it has fewer."
+    )
+    assert " In 2.000 s of the 4.000 s that its steps took " in one["why"]
+    run.executor.rank_seconds = (0.25, 0.125, 0.125)
+    run.add(request("even", 4, 4))
+    run.to_end()
+    assert told(run, "even")["rank_seconds"] == [1.0, 0.5, 0.5]
+    assert "rank" not in told(run, "even")["why"]
+    assert [step.rank_seconds for step in steps(run)[-2:]] == [(0.25, 0.125, 0.125)] * 2
+
+
 def test_the_parts_of_the_time_to_the_first_token_are_all_of_it() -> None:
     """F5, against what the request's timing says."""
     dice, now = random.Random(1), [50.0]

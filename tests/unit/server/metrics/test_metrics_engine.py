@@ -150,6 +150,18 @@ def test_guesses_by_place_and_slices_without_them_by_cause():
     assert {cause: count for cause, count in counted.items() if count} == {"batch": 18, "nothing": 8}
 
 
+def test_waits_of_each_rank_go_on_over_a_restart():
+    metrics = Metrics("tiny")
+    metrics.observe_step(busy())
+    assert "\nquire_rank_gather_seconds_total{" not in Scrape(metrics).text
+    for seconds in ((0.5, 2.0), (0.5, 2.0), (1.0, 2.5)):
+        metrics.observe_step(busy(total_rank_seconds=seconds))
+    metrics.engine_restarted()
+    metrics.observe_step(busy(total_rank_seconds=(0.25, 0.5)))
+    scrape = Scrape(metrics)
+    assert [scrape("quire_rank_gather_seconds_total", rank=rank) for rank in ("0", "1")] == [1.25, 3.0]
+
+
 def test_plan_becomes_labels():
     metrics = Metrics("tiny")
     metrics.observe_plan(PLAN)

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire_server.engine.replicas import ReplicaRow
 from quire_server.metrics.alert_rules import RULES
 from quire_server.metrics.metrics import Metrics
+from support.exposition import busy
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 REPLICA = ReplicaRow(
@@ -35,6 +36,7 @@ def exported() -> dict[str, set[str]]:
     metrics.replica_rows = lambda: [REPLICA]
     metrics.replicas.decided("load")
     metrics.replicas.answered("0", 0.1, 0.2)
+    metrics.observe_step(busy(total_rank_seconds=(0.1, 0.2)))
     names: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
