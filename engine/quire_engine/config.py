@@ -25,7 +25,7 @@ AsyncScheduling = Literal["auto", "on", "off"]
 # What a front sends to a node: prompts alone, whose blocks another node fetches; requests whose long prompts such a
 # node computes; or anything.
 Role = Literal["prefill", "decode", "both"]
-KVTransport = Literal["tcp", "nixl"]
+KVTransport = Literal["tcp", "nixl", "mooncake"]
 # How next tokens are guessed: auto is suffix where that can be; or by a model, `model:` and its directory, or by an
 # EAGLE-3 head, `eagle:` and its directory.
 SPECULATIONS = ("off", "auto", "suffix", "outputs")

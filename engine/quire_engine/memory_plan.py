@@ -124,10 +124,10 @@ def _check_transfer(config: EngineConfig, device: str, state_bytes: int, windows
         why_not = "swap_space is set too, and blocks in it cannot be passed on"
     if why_not:
         raise ConfigError(f"kv_listen={config.kv_transfer.listen} is not possible: {why_not}; leave it out")
-    if config.kv_transfer.transport == "nixl" and not config.kv_transfer.trusts_network:
+    if config.kv_transfer.transport != "tcp" and not config.kv_transfer.trusts_network:
         raise ConfigError(
-            "kv_transport=nixl encrypts no block on its way: set kv_trust_network too where nobody else is on the"
-            " network between the nodes, or kv_transport to tcp"
+            f"kv_transport={config.kv_transfer.transport} encrypts no block on its way: set kv_trust_network too where"
+            " nobody else is on the network between the nodes, or kv_transport to tcp"
         )
 
 

@@ -42,7 +42,8 @@ ONLY_IN = {
     "opentelemetry": ("quire_server.logs.tracing", "quire_server.logs.otlp_metrics"),
     "llguidance": ("quire_engine.execution.constrained", "quire_server.text.grammar_worker"),
     "typing_extensions": ("quire_server",),
-    "nixl": ("quire_engine.execution.nixl_link",),
+    "nixl": ("quire_engine.execution.memory_agents",),
+    "mooncake": ("quire_engine.execution.memory_agents",),
     "zmq": ("quire_server.engine.kv_events.publisher",),
     "ray": (),  # the control plane of a cluster imports Quire's processes, never the other way round: deploy/
 }

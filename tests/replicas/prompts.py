@@ -20,12 +20,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 
 from e2e.served import Served
 from e2e.served_node import ServedNode
+from quire_engine.config import KVTransport
 from replicas.__main__ import FLAGS, cpu_variant, replicas, told
 from replicas.streams import reached
 from support.kv_wire import KVWire
@@ -140,10 +141,15 @@ def free_port() -> int:
 class Apart:
     """A node of prompts behind a wire, a node of answers, and a front."""
 
-    def __init__(self, stack: ExitStack, variant: tuple[str, ...], model: tuple[str, ...] = ()) -> None:
-        """`model`: the flags of another one than the embedded."""
+    def __init__(
+        self, stack: ExitStack, variant: tuple[str, ...], model: tuple[str, ...] = (), transport: KVTransport = "tcp"
+    ) -> None:
+        """`model`: the flags of another one than the embedded. `transport`: of blocks."""
         front = (*OF_FRONTS, *model[:2])
         variant += model
+        if transport != "tcp":
+            variant += ("--kv-transport", transport, "--kv-trust-network")
+        self.is_on_wire = transport == "tcp"  # blocks are; otherwise questions and digests alone
         port = free_port()
         self.wire = stack.enter_context(KVWire(f"127.0.0.1:{port}"))
         where = ("--kv-listen", f"127.0.0.1:{port}", "--kv-address", self.wire.address)
@@ -233,14 +239,11 @@ class Trouble:
 
     @property
     def each(self) -> tuple[Callable[[Callable[[], float]], Awaitable[None]], ...]:
-        return (
-            self.nothing,
-            self.prompts_killed,
-            self.answers_killed,
-            self.byte_flipped,
-            self.slow_prompts,
-            self.slow_wire,  # the last one, since nothing is fetched for a while where the wire was slow
-        )
+        anyhow = (self.nothing, self.prompts_killed, self.answers_killed, self.slow_prompts)
+        if not self._apart.is_on_wire:
+            return anyhow
+        # The slow wire last, since nothing is fetched for a while then.
+        return (*anyhow, self.byte_flipped, self.slow_wire)
 
 
 async def _nothing(_: Callable[[], float]) -> None:
@@ -302,8 +305,9 @@ def bounds(apart: Apart) -> list[bool]:
     for pid in stopped:
         os.kill(pid, signal.SIGCONT)
     apart.ready()
-    tell("slow wire", slow)
-    apart.wire.bytes_per_second = 0.0
+    if apart.is_on_wire:
+        tell("slow wire", slow)
+        apart.wire.bytes_per_second = 0.0
     apart.answers.stop()  # its engine would go on to take the wire for slow
     apart.answers.start()
     return good
@@ -313,20 +317,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m replicas.prompts", description=__doc__)
     parser.add_argument("--streams", type=int, default=200, help="for each event")
     parser.add_argument("--model", help="time first tokens of this one, with nodes of 512 MiB, and nothing else")
+    parser.add_argument(
+        "--transport",
+        choices=get_args(KVTransport),
+        default="tcp",
+        help="of blocks; what only the wire does is left out",
+    )
     parser.add_argument("--events", default="", metavar="NAME,...", help="of these alone, without the timed streams")
     given = parser.parse_args()
     chosen = given.events.split(",") if given.events else []
     if given.model:
         with ExitStack() as stack:
             more = ("--model", given.model, "--kv-memory", "512MiB", "--max-model-len", "2048")
-            return 0 if all(bounds(Apart(stack, (), more))) else 1
+            return 0 if all(bounds(Apart(stack, (), more, given.transport))) else 1
     with Served(*FLAGS[2:]) as alone:
         variant = cpu_variant(alone)
         expected = asyncio.run(streams(alone.url, given.streams, _nothing))
     good: list[bool] = []
     received = 0.0
     with ExitStack() as stack:
-        apart = Apart(stack, variant)
+        apart = Apart(stack, variant, transport=given.transport)
         trouble = Trouble(apart)
         if not chosen:
             good += bounds(apart)
@@ -357,7 +367,7 @@ def main() -> int:
                      holds=leased <= LEASE_SECONDS)
             )  # fmt: skip
         good.append(told("blocks that came from the node of prompts", "more than 0", int(received), holds=received > 0))
-        if not chosen or "byte_flipped" in chosen:
+        if apart.is_on_wire and (not chosen or "byte_flipped" in chosen):
             refused = apart.passed("refused")
             good.append(told("damaged blocks refused", "1 or more", int(refused), holds=refused >= 1))
     return 0 if all(good) else 1

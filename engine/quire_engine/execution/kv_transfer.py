@@ -18,7 +18,8 @@ from quire_engine.config import KVTransferConfig
 from quire_engine.execution.kv_fetching import Fetcher
 from quire_engine.execution.kv_lending import Lender, listen
 from quire_engine.execution.kv_link import KVLink
-from quire_engine.execution.nixl_link import NAME, NixlAgent, NixlLink
+from quire_engine.execution.memory_agents import memory_agent
+from quire_engine.execution.memory_link import MemoryAgent, MemoryLink
 from quire_engine.execution.pool_rows import PoolRows
 from quire_engine.link_security import LinkSecurity, link_security
 
@@ -35,7 +36,7 @@ class KVTransfer:
         security: LinkSecurity,
         *,
         layout: Callable[[str], bytes],
-        agent: NixlAgent | None = None,
+        agent: MemoryAgent | None = None,
     ) -> None:
         """`pool`: on the host; `listening`: HOST:PORT; `layout`: the name of what the bytes depend on
         beside the tokens, from the model's digest; `agent`: blocks go through it. Raises ConfigError.
@@ -44,8 +45,8 @@ class KVTransfer:
         where = listen(listening, security, "--kv-listen")
         host, port = where.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._way = b"" if agent is None else NAME
-        link = KVLink if agent is None else partial(NixlLink, agent=agent, num_bytes=pool.num_bytes)
+        self._way = b"" if agent is None else agent.name
+        link = KVLink if agent is None else partial(MemoryLink, agent=agent, num_bytes=pool.num_bytes)
         self._lender = Lender(self._rows, where, security, link=link)
         self._fetcher = Fetcher(pool.num_bytes, security, link=link)
         self.offer, self.lose, self.clear = self._lender.offer, self._lender.lose, self._lender.clear
@@ -93,7 +94,6 @@ def open_transfer(config: KVTransferConfig, pool: PoolRows, layout: Callable[[st
     security = link_security(
         key_file=path(config.key_file), cert=path(config.cert), key=path(config.key), ca=path(config.ca)
     )
-    agent = NixlAgent() if config.transport == "nixl" else None
-    made = KVTransfer(pool, config.listen, security, layout=layout, agent=agent)
+    made = KVTransfer(pool, config.listen, security, layout=layout, agent=memory_agent(config))
     made.address = config.reached_at or made.address
     return made

@@ -159,17 +159,17 @@ class ServerFields(BaseModel):
         None, "Nodes", "HOST:PORT at which other nodes reach --kv-listen; default: the same"
     )
     kv_transport: KVTransport = option(
-        "tcp", "Nodes", "of `quire engine`: how KV blocks travel; nixl needs quire[nixl]"
+        "tcp", "Nodes", "of `quire engine`: how KV blocks travel; all but tcp are extras"
     )
     kv_trust_network: bool = option(
         False,
         "Nodes",
-        "of `quire engine`: nobody else is on the nodes' network; nixl needs that",
+        "of `quire engine`: nobody else is on the nodes' network; all but tcp need that",
     )
     role: Role = option(
         "both",
         "Nodes",
-        "of `quire engine`: prefill computes long prompts for the other nodes, with --kv-listen",
+        "of `quire engine`: prefill computes long prompts for others, by --kv-listen",
     )
     cluster_key_file: Path | None = option(
         None, "Nodes", "file with the key that fronts and nodes share; needed beyond this machine"

@@ -16,7 +16,8 @@ import torch
 from quire_engine.block_store import Payload
 from quire_engine.execution import kv_fetching, kv_lending
 from quire_engine.execution.kv_transfer import KVTransfer
-from quire_engine.execution.nixl_link import NixlAgent
+from quire_engine.execution.memory_agents import MooncakeAgent, NixlAgent
+from quire_engine.execution.memory_link import MemoryAgent
 from quire_engine.execution.pool_rows import PoolRows
 from quire_engine.link_security import LinkSecurity
 from support.kv_wire import KVWire
@@ -35,7 +36,7 @@ class Pool(KVTransfer):
         security: LinkSecurity = KEYED,
         listening: str = "127.0.0.1:0",
         name: str = "model",
-        agent: NixlAgent | None = None,
+        agent: MemoryAgent | None = None,
     ) -> None:
         self.tensor = torch.zeros((BLOCKS, SIZE), dtype=torch.uint8)
         rows = PoolRows(self.tensor)
@@ -65,7 +66,7 @@ class Pool(KVTransfer):
         return taken
 
 
-Agents = tuple[NixlAgent, NixlAgent] | tuple[None, None]
+Agents = tuple[MemoryAgent, MemoryAgent] | tuple[None, None]
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +75,24 @@ def nixl() -> Agents:
     return NixlAgent(), NixlAgent()
 
 
-@pytest.fixture(params=["tcp", "nixl"])
+@pytest.fixture(scope="module")
+def mooncake() -> Agents:
+    why = "quire[mooncake] is not installed, or libibverbs1 is not"
+    pytest.importorskip("mooncake.engine", reason=why, exc_type=ImportError)
+    return MooncakeAgent("127.0.0.1"), MooncakeAgent("127.0.0.1")
+
+
+@pytest.fixture(params=["nixl", "mooncake"])
+def readers(request: pytest.FixtureRequest) -> Agents:
+    """What reads memory for the two pools."""
+    found: Agents = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(params=["tcp", "nixl", "mooncake"])
 def agents(request: pytest.FixtureRequest) -> Agents:
     """How blocks travel: those of the two pools."""
-    found: Agents = request.getfixturevalue("nixl") if request.param == "nixl" else (None, None)
+    found: Agents = (None, None) if request.param == "tcp" else request.getfixturevalue(request.param)
     return found
 
 
@@ -210,8 +225,8 @@ def test_who_stops_in_the_middle_of_a_block_is_given_up(monkeypatch: pytest.Monk
         assert fetcher.arrivals(2) == [(0, None), (1, None)]
 
 
-def test_nixl_carries_more_blocks_than_it_has_places_for_and_a_damaged_one_is_refused(nixl: Agents) -> None:
-    with pools(nixl) as (lender, fetcher):
+def test_more_blocks_are_read_than_there_are_places_for_and_a_damaged_one_is_refused(readers: Agents) -> None:
+    with pools(readers) as (lender, fetcher):
         lender.hold(*range(BLOCKS))
         fetcher.fetch("a", lender.address, KEYS, is_computed=False)
         assert fetcher.arrivals(BLOCKS) == whole(*range(BLOCKS))
@@ -224,7 +239,7 @@ def test_nixl_carries_more_blocks_than_it_has_places_for_and_a_damaged_one_is_re
         assert fetcher.counts.refused == 1
     with pools() as (lender, _):
         lender.hold(0)
-        other = Pool(agent=nixl[1])
+        other = Pool(agent=readers[1])
         try:
             other.fetch("a", lender.address, KEYS[:1], is_computed=False)
             assert other.arrivals(1) == [(0, None)], "one side has another transport"
