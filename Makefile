@@ -303,6 +303,7 @@ emulated-test: $(VENV)/.dev
 	done
 
 check: $(VENV)/.dev
+	@if git ls-files --cached --ignored --exclude-standard 2>/dev/null | grep .; then echo "these files are ignored, and yet committed" >&2; exit 1; fi
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
