@@ -1,12 +1,18 @@
 """What all tests share: tests marked `gpu` are reported as skipped where there is no GPU; marks of absent plugins.
 
 SIGINT is as in a terminal, also where the tests run as a background job, which inherits it as ignored, and so would the
-processes that they start. Must not know: any test. Fixtures live beside the tests that use them.
+processes that they start. One of several processes that run tests computes with one thread in torch: the threads of
+all would wait for each other, spinning. Tests of threads set their number themselves. Must not know: any test. Fixtures
+live beside the tests that use them.
 """
 
+import os
 import signal
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded
 
 
 def pytest_configure(config):
