@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from quire_engine.execution.executor import (
     spare_blocks,
     staging_blocks_for,
 )
+from quire_engine.execution.gpu.ranks import DeviceLeader
 from quire_engine.execution.kernel_checks import checked_here, select_kernels
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
 from quire_engine.execution.kv_transfer import KVTransfer, open_transfer
@@ -59,9 +60,10 @@ from quire_engine.execution.models.found import find_model, is_bidirectional, wh
 from quire_engine.execution.models.parameters import Parameters, WeightMemory
 from quire_engine.execution.models.served import ModelFacts, ServedModel, Wanted
 from quire_engine.execution.numerics import Facts, numeric_facts, numerics_name
-from quire_engine.execution.parallel.checks import check_ranks
-from quire_engine.execution.parallel.model import Leader, follow
-from quire_engine.execution.parallel.processes import RankProcesses, exchange_of
+from quire_engine.execution.parallel.checks import check_kept, check_ranks
+from quire_engine.execution.parallel.devices import DeviceRanks
+from quire_engine.execution.parallel.model import Leader
+from quire_engine.execution.parallel.processes import RankProcesses
 from quire_engine.execution.pool_rows import PoolRows
 from quire_engine.execution.prefix_files import PrefixFiles, open_prefix_files
 from quire_engine.execution.progress import Tell, tell_nobody
@@ -82,7 +84,6 @@ from quire_engine.ranks import ALONE, Rank, heads_of_rank, with_threads
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculate, Speculation
 from quire_kernels.kernel_set import KernelSet
-from quire_kernels.ranks import Collective
 
 __all__ = ["BuiltEngine", "build", "plan_text", "resolve", "resolve_plan"]
 
@@ -101,7 +102,7 @@ class BuiltEngine:
     adapters: AdapterCache | None = None
     store: PrefixFiles | None = None  # of prefixes
     peers: KVTransfer | None = None
-    ranks: RankProcesses | None = None  # the others
+    ranks: RankProcesses | DeviceRanks | None = None  # the others
 
     @property
     def lost_a_killed_rank(self) -> bool:
@@ -132,7 +133,7 @@ class Resolved:
     replaced_ops: tuple[str, ...]
     num_threads: int  # of this rank
     parameters: Parameters
-    weights: WeightMemory
+    weights: WeightMemory  # of this rank, where it has a device of its own
     kept_bytes: int  # of what the model keeps for running sequences outside of the pool
     memory: PoolMemory
     layout: KVLayout  # of this rank's pool
@@ -170,6 +171,15 @@ class Resolved:
         own, *others = self.numerics
         parts = [] if self.rank.size == 1 else [f"{self.rank.size} ranks"]  # a block has a part of each
         return repr((*geometry, checkpoint or own, *others, *parts)).encode()
+
+    @property
+    def memories(self) -> int:
+        """The number of memories that the weights are divided among: of ranks on devices."""
+        return 1 if self.device.type == "cpu" else self.rank.size
+
+    def loaded(self, packed_bytes: int | None) -> WeightMemory:
+        """The weights, once it is known what their matrices take."""
+        return self.parameters.memory(self.dtype.itemsize, self.kernels, packed_bytes, memories=self.memories)
 
     @property
     def moves_blocks(self) -> bool:
@@ -251,7 +261,7 @@ class Resolved:
             num_threads=self.num_threads,
             tensor_parallel_size=self.rank.size,
             vocab_size=self.model.vocab_size,
-            weights_bytes=self.weights.total,
+            weights_bytes=self.weights.total * self.memories,
             kv_bytes=pool.num_blocks * self.bytes_per_block,
             bytes_per_block=self.bytes_per_block,
             load_seconds=load_seconds,
@@ -332,25 +342,26 @@ def build(
     resolved = resolve(config, check_kernels=True, tell=tell)
     memory = resolved.memory
     _use_threads(resolved)
+    devices, resolved = _with_devices(config, resolved, shares)
     loading = Loading(resolved.wanted(), memory_fd, tell)
-    ranks = _other_ranks(config, resolved, shares, loading)
+    ranks = None if devices is not None else _other_ranks(config, resolved, shares, loading)
     # Weights and a pool that the engine process before left are in memory already, and do not count as free.
     to_come = resolved.bytes_beside_pool - min(resolved.weights.total, loading.held_bytes) - held_bytes(pool_fd)
     pool = resolved.pool(memory.before_load(to_come))
     decoder = loading.load(memory.positions(pool))
-    loaded = resolved.parameters.memory(resolved.dtype.itemsize, resolved.kernels, decoder.packed_bytes)
-    resolved = replace(resolved, weights=loaded)
+    resolved = replace(resolved, weights=resolved.loaded(decoder.packed_bytes))
     pool_bytes = memory.after_load(decoder)
     if pool_bytes is not None:
-        pool = resolved.pool(pool_bytes)
+        pool = resolved.pool(pool_bytes if devices is None else devices.least(pool_bytes))
     drafter, decoder = _with_drafter(resolved, pool, tell, decoder)
     if ranks is not None:
         sizes = {"num_blocks": pool.num_blocks, "block_bytes": resolved.bytes_per_block // resolved.rank.size}
         decoder = ranks.begin(decoder, **sizes, positions=memory.positions(pool))
+    leader = None if devices is None else devices.begin(num_blocks=pool.num_blocks, max_model_len=pool.max_model_len)
     grammars = _make_grammars(config, resolved.model.vocab_size)
     adapters = make_adapters(resolved.asked, resolved.model, resolved.kernels)
     surviving = _surviving(resolved, pool, pool_fd)
-    made = _make_executor(resolved, decoder, pool, grammars, adapters, ranks, surviving)
+    made = _make_executor(resolved, decoder, pool, grammars, adapters, ranks or leader, surviving)
     executor, swap_seconds, host_keys, store, peers = made
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started, swap_seconds=swap_seconds)
     if peers is not None:
@@ -368,7 +379,7 @@ def build(
         adapters=adapters,
         store=store,
         peers=peers,
-        ranks=ranks,
+        ranks=ranks or devices,
     )
 
 
@@ -394,34 +405,15 @@ def _other_ranks(
     return RankProcesses(*given, shares_pools=resolved.moves_blocks)
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltRank:
-    """A rank beside the first one, before its weights are there."""
-
-    resolved: Resolved
-    collective: Collective
-
-    def load(
-        self, memory_fd: int, *, num_blocks: int, positions: int, pool_fd: int | None = None
-    ) -> Callable[[], None]:
-        """Map the weights that rank 0 has packed. The result computes what that one tells, until it ends.
-
-        `pool_fd`: of the file of memory that is to be the pool, which rank 0 maps too.
-        """
-        resolved = self.resolved
-        decoder = Loading(resolved.wanted(), memory_fd, tell_nobody).load(positions)
-        size, layout = resolved.asked.limits.block_size, resolved.layout
-        of = resolved.kernels, resolved.model, num_blocks, size, resolved.dtype, resolved.device
-        kv = KVStorage(*of, layout=layout, memory_fd=pool_fd)
-        shares_pools = pool_fd is not None
-        return partial(follow, decoder, kv, self.collective, resolved.kernels.adapted, shares_pools=shares_pools)
-
-
-def build_rank(config: EngineConfig, number: int, *, exchange_fd: int) -> BuiltRank:
-    """A rank beside the first one, which divides all products with the others. Raises ConfigError, ModelLoadError."""
-    resolved = resolve(config, rank=number)
-    torch.set_num_threads(1)
-    return BuiltRank(resolved, exchange_of(resolved.kernels, exchange_fd, resolved.rank))
+def _with_devices(
+    config: EngineConfig, resolved: Resolved, shares: Sequence[CoreShare]
+) -> tuple[DeviceRanks | None, Resolved]:
+    """The other ranks on devices of their own, launched, and what this one computes with; None: there are none."""
+    if resolved.rank.size == 1 or resolved.device.type == "cpu":
+        return None, resolved
+    check_kept(resolved.rank.size, resolved.replaced_ops)
+    devices = DeviceRanks(config, resolved.kernels, resolved.dtype, shares)
+    return devices, replace(resolved, kernels=devices.kernels)
 
 
 def _surviving(resolved: Resolved, pool: PoolSize, fd: int | None) -> SurvivingPool | None:
@@ -442,21 +434,23 @@ def _make_executor(  # noqa: PLR0917 - the parts of an engine
     pool: PoolSize,
     grammars: Grammars,
     adapters: AdapterCache | None,
-    ranks: RankProcesses | None,
+    ranks: RankProcesses | DeviceLeader | None,
     surviving: SurvivingPool | None,
 ) -> tuple[Executor, float, tuple[bytes, ...], PrefixFiles | None, KVTransfer | None]:
     """The executor, the time of a block's copy to the host or from it, what host blocks hold from before, files, and
-    the transfer of blocks. `ranks`: the others, which have parts of all blocks. `surviving`: memory for the pool.
+    the transfer of blocks. `ranks`: the others, which have parts of all blocks, or how they are told on devices.
+    `surviving`: memory for the pool.
     """
     kernels, device, limits = resolved.kernels, resolved.device, resolved.asked.limits
     num_blocks = pool.num_blocks + spare_blocks(kernels, device) + resolved.num_staging_blocks
     size, layout = limits.block_size, resolved.layout
     leader = decoder if isinstance(decoder, Leader) else None
-    on_copy = None if leader is None else leader.copy_blocks
+    others = ranks if isinstance(ranks, DeviceLeader) else None
+    on_copy = leader.copy_blocks if leader is not None else None if others is None else others.copied
     dtype, memory = resolved.dtype, None if surviving is None else surviving.memory
     model = resolved.model
     kv = KVStorage(kernels, model, num_blocks, size, dtype, device, layout=layout, on_copy=on_copy, memory=memory)
-    rows = PoolRows(kv.tensor, *(() if ranks is None else ranks.pools))
+    rows = PoolRows(kv.tensor, *(ranks.pools if isinstance(ranks, RankProcesses) else ()))
     executor = make_executor(
         decoder,
         kernels,
@@ -473,6 +467,7 @@ def _make_executor(  # noqa: PLR0917 - the parts of an engine
         faults=resolved.asked.faults,
         rows=rows,
         waited=None if leader is None else leader.waited,
+        others=others,
     )
     swap_seconds = executor.swap_seconds() if resolved.num_host_blocks else 0.0
     host_keys: tuple[bytes, ...] = ()
@@ -579,7 +574,8 @@ def resolve(
     config, speculation = own_speculation(config, device, has_states=found.state_bytes > 0)
     check_planning_ahead(config.async_scheduling, kernels, device)
     kernels, replaced_ops = checked_here(config, model, kernels, device, dtype) if check_kernels else (kernels, ())
-    weights = parameters.memory(dtype.itemsize, kernels)
+    memories = 1 if device.type == "cpu" else ranks
+    weights = parameters.memory(dtype.itemsize, kernels, memories=memories)
     if device.type == "cpu" and not kernels.own_threads and config.num_threads is None:
         num_threads = torch_threads(weights.total)
     layout = _layout(config, model, device)
@@ -601,7 +597,9 @@ def resolve(
         parameters=parameters,
         weights=weights,
         kept_bytes=found.state_bytes * config.limits.max_num_seqs,
-        memory=pool_memory(config, model, kernels, dtype=dtype, device=device, staging_bytes=staging * bytes_per_block),
+        memory=pool_memory(
+            config, model, kernels, dtype=dtype, device=device, layout=layout, staging_bytes=staging * bytes_per_block
+        ),
         layout=layout,
         bytes_per_block=bytes_per_block,
         num_host_blocks=num_host_blocks,

@@ -15,6 +15,8 @@ from quire_engine.errors import ConfigError
 from quire_engine.kv_groups import KVHeads
 from quire_engine.machine import usable_cores
 
+LENGTH_BYTES = 8  # of a message between ranks, before it
+
 
 class Rank(NamedTuple):
     """One of `size` processes that compute one model."""

@@ -575,6 +575,9 @@ class KernelSet:
         gather them. An output column does not depend on the other columns of its call, so the bits stay. The matrices
         are whole in every rank, the shapes of attention in a program are those of the rank's own heads, and so is the
         pool. Programs are bound after this call, and run by `bind_layers` alone.
+    part_of(w, rows) -> LinearWeight, or None
+        A packed matrix as some rows of one that has so many, whose product it computes as that one's: for sets that
+        `divided` divides among ranks on devices. A gate-up pair has the rows of both.
     """
 
     name: str
@@ -611,6 +614,8 @@ class KernelSet:
     bind_layers: Callable[[Sequence[LayerOp]], BoundLayers] | None = None
     bind_decodes: Callable[[Sequence[LayerOp]], BoundDecodes | None] | None = None
     join: Callable[[Collective], None] | None = None
+    part_of: Callable[[LinearWeight, int], LinearWeight] | None = None
+    is_divided: bool = False  # the matrices that it packs are a rank's own columns of each
     adapted: AdaptedOps | None = None  # None: adapters are refused
     pack_stored: Callable[[Sequence[Sequence[StoredMatrix]], Tensor | None], LinearWeight | None] | None = None
     embed_stored: Callable[[LinearWeight, Tensor], Tensor] | None = None

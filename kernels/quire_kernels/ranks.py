@@ -15,6 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 has another name for it.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_WHOLE = 16  # columns: addresses of their values are multiples of what kernels load at once
+
 
 class RankLost(RuntimeError):
     """Another rank has ended or stopped, or has computed something else: this one cannot go on."""
@@ -47,10 +51,47 @@ class Collective(Protocol):
         ...
 
 
-class TorchDistributed:
-    """See `Collective`: by a process group of torch.distributed, which may reach over hosts, or by NCCL over GPUs.
+class DeviceCollective(Protocol):
+    """The exchange between the ranks of a model on the devices that compute it, issued to the stream of their work.
 
-    Slow on one machine, where it is the reference for the exchange through shared memory.
+    The host waits for none of it, and a CUDA graph may hold it. All ranks issue the same calls in the same order.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def parts(self, own: Tensor) -> Tensor:
+        """`own`, contiguous and of one shape in all ranks: [size, *own.shape], by rank. Raises RankLost."""
+        ...
+
+    def share(self, values: Tensor) -> None:
+        """Write rank 0's values into those of all others, contiguous and of one shape. Raises RankLost."""
+        ...
+
+
+def columns_of(rank: int, size: int, count: int) -> slice:
+    """The columns of a matrix's `count` that one of `size` ranks computes: all have equally many, but for the last.
+
+    >>> columns_of(1, 2, 1024), columns_of(3, 4, 50257)
+    (slice(512, 1024, None), slice(37728, 50257, None))
+    """
+    width = widest_share(size, count)
+    return slice(min(count, rank * width), min(count, (rank + 1) * width))
+
+
+def widest_share(size: int, count: int) -> int:
+    """The number of columns of every rank but the last: of whole rows of 16, where the last one then has some left."""
+    width = -(-count // size)
+    rounded = -(-width // _WHOLE) * _WHOLE
+    return rounded if rounded * (size - 1) < count else width
+
+
+class TorchDistributed:
+    """See `Collective` and `DeviceCollective`: by a process group of torch.distributed, of NCCL over GPUs, or of Gloo,
+    which may reach over hosts.
+
+    The exchange between hosts' memories is slow on one machine, where it is the reference for shared memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
@@ -80,6 +121,20 @@ class TorchDistributed:
             data[:, starts[rank] : starts[rank + 1]] = part[:-1, : widths[rank]]
             self._waited[rank : rank + 1].view(torch.uint8)[:] = part[-1, : len(own_waited)]
         self._waited[self.rank] += time.monotonic_ns() - began
+
+    def parts(self, own: Tensor) -> Tensor:
+        found = own.new_empty(self.size, *own.shape)
+        try:
+            _all_gather(found.view(-1), own.view(-1), group=self._group)
+        except RuntimeError as error:
+            raise RankLost(f"rank {self.rank} has lost another one: {error}") from error
+        return found
+
+    def share(self, values: Tensor) -> None:
+        try:
+            dist.broadcast(values, group=self._group, group_src=0)
+        except RuntimeError as error:
+            raise RankLost(f"rank {self.rank} has lost another one: {error}") from error
 
     def broadcast(self, data: bytes | None) -> bytes:
         size = torch.tensor([len(data or b"")], device=self._device)

@@ -28,7 +28,10 @@ ONLY_IN = {
     "transformers": ("quire_engine.tools", "quire_engine.execution.models.fallback"),
     "jinja2": ("quire_server.text",),
     "msgspec": ("quire_server", "quire_bench", "quire_engine.process"),
-    "torch": ("quire_engine.execution", "quire_engine.tools", "quire_engine.build", "quire_kernels"),
+    "torch": (
+        *("quire_engine.execution", "quire_engine.tools", "quire_engine.build", "quire_engine.build_rank"),
+        "quire_kernels",
+    ),
     "safetensors": ("quire_engine.execution",),
     "triton": ("quire_kernels",),
     "flash_attn": ("quire_kernels.flash",),

@@ -42,7 +42,6 @@ REASONS = {
     "quire.progress": "the one place of the library that draws progress bars",
     "quire_engine.execution.drafting.choice": "what settings allow, asked before any drafter is made",
     "quire_engine.execution.numerics": "the name that a plan, stored blocks and replicas agree on",
-    "quire_engine.execution.parallel.checks": "asked before a process is started, and for a plan alone",
     "quire_engine.grammar_limits": "what the engine and the server must agree on, and nothing else",
     "quire_engine.process.faults": "a process without faults does not load it",
     "quire_kernels.cpu.kv_layout": "asked before any kernel, or torch, is loaded",

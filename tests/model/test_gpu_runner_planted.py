@@ -88,14 +88,14 @@ def test_a_table_that_is_believed_to_be_up_to_date(monkeypatch):
 def test_a_failed_step_whose_changes_are_believed_to_have_arrived(monkeypatch):
     def failing() -> Both:
         both = Both(seed=13)
-        send, numbers = both.runner._input.send, count(1)
+        send, numbers = both.runner._resident._input.send, count(1)
 
         def send_but_once(arrays):
             if next(numbers) == 1:
                 raise RuntimeError("planted")
             return send(arrays)
 
-        both.runner._input.send = send_but_once
+        both.runner._resident._input.send = send_but_once
         both.story.add(0, random_ids(20, 0), 8)
         both.story.add(1, random_ids(9, 1), 12)
         both.story.run()

@@ -27,8 +27,10 @@ from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.fault_points import FaultPoints
 from quire_engine.execution.gpu.device import CudaDevice
 from quire_engine.execution.gpu.graphs import MOST_MIXED_ROWS
-from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
+from quire_engine.execution.gpu.resident import RunnerLimits
+from quire_engine.execution.gpu.runner import GpuRunner
 from quire_engine.execution.gpu.swaps import StreamedKV, staging_blocks
+from quire_engine.execution.gpu.told import Told
 from quire_engine.execution.kv_storage import HostBlocks, HostKV, KVBlocks, KVStorage
 from quire_engine.execution.models.served import ServedModel
 from quire_engine.execution.pool_rows import PoolRows
@@ -231,6 +233,21 @@ def staging_blocks_for(kernels: KernelSet, device: torch.device, bytes_per_block
     return staging_blocks(bytes_per_block, num_host_blocks) if runs_by_itself(kernels, device) else 0
 
 
+def runner_limits(
+    kernels: KernelSet, limits: SchedulerLimits, *, max_model_len: int, num_blocks: int, drafts: bool
+) -> RunnerLimits:
+    """What a GPU's runner, and every rank that follows it, has memory for; as for `make_executor`."""
+    return RunnerLimits(
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=limits.block_size,
+        spare_block=num_blocks,
+        drafted_rows=most_drafted_rows(limits.max_num_seqs) if drafts else 0,
+        mixed_rows=MOST_MIXED_ROWS if kernels.bounded_attention else 0,
+    )
+
+
 def make_executor(
     decoder: ServedModel,
     kernels: KernelSet,
@@ -248,10 +265,12 @@ def make_executor(
     faults: Iterable[Fault] = (),
     rows: PoolRows | None = None,
     waited: RankSeconds | None = None,
+    others: Told | None = None,
 ) -> Executor:
     """`num_blocks`: those that are scheduled; `kv` has `spare_blocks` more, and behind those `staging_blocks_for` so
     many host blocks. `ahead`: launch before the last is done. `drafts`: some steps have them.
-    `rows`: of the blocks of all ranks, where the pool is that of one. `waited`: as `Executor` has it."""
+    `rows`: of the blocks of all ranks, where the pool is that of one. `waited`: as `Executor` has it. `others`: ranks
+    on devices of their own."""
     planted = FaultPoints(faults, kv.tensor, limits.block_size) if faults else None
     host: HostBlocks | None = None
     if not runs_by_itself(kernels, device):
@@ -263,17 +282,10 @@ def make_executor(
         decoder,
         kv.tensor,
         cuda,
-        RunnerLimits(
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            block_size=limits.block_size,
-            spare_block=num_blocks,
-            drafted_rows=most_drafted_rows(limits.max_num_seqs) if drafts else 0,
-            mixed_rows=MOST_MIXED_ROWS if kernels.bounded_attention else 0,
-        ),
+        runner_limits(kernels, limits, max_model_len=max_model_len, num_blocks=num_blocks, drafts=drafts),
         max_in_flight=2 if ahead else 1,
         grammars=grammars,
+        others=others,
     )
     if num_host_blocks:
         with gpu_runner.work():

@@ -20,6 +20,7 @@ from quire_engine.execution.gpu.graphs import GRAPH_BYTES, MOST_GRAPHS, MOST_MIX
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
 from quire_engine.execution.models.served import ModelFacts, ServedModel
 from quire_engine.execution.runner import LOGITS_BYTES
+from quire_engine.kv_groups import KVLayout
 from quire_engine.machine import available_memory
 from quire_engine.memory_plan import PoolSize, bytes_text, cpu_pool_bytes, gpu_pool_bytes
 from quire_engine.types import SamplingParams, StopParams
@@ -53,12 +54,13 @@ def pool_memory(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    layout: KVLayout | None = None,
     staging_bytes: int = 0,
 ) -> PoolMemory:
-    """The memory of `device`; `staging_bytes` of a GPU's memory are for swaps."""
+    """The memory of `device`; `staging_bytes` of a GPU's memory are for swaps. `layout`: of the pool of one rank."""
     if device.type == "cpu":
         return CpuMemory(asked)
-    return GpuMemory(asked, model, kernels, dtype=dtype, device=device, staging_bytes=staging_bytes)
+    return GpuMemory(asked, model, kernels, dtype=dtype, device=device, layout=layout, staging_bytes=staging_bytes)
 
 
 class CpuMemory:
@@ -90,7 +92,10 @@ class CpuMemory:
 
 
 class GpuMemory:
-    """See `PoolMemory`. After the load the pool gets what is left beside the measured peak of the largest step."""
+    """See `PoolMemory`. After the load the pool gets what is left beside the measured peak of the largest step.
+
+    Of several ranks all have as much as this one, and measure at the same time, since they compute together.
+    """
 
     max_useful_seqs: int | None = None  # the GPU serves nothing else, and cached prefixes fill what sequences leave
 
@@ -102,9 +107,10 @@ class GpuMemory:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        layout: KVLayout | None = None,
         staging_bytes: int = 0,
     ) -> None:
-        self._staging_bytes = staging_bytes
+        self._layout, self._staging_bytes = layout, staging_bytes
         # The pool's size, and with it the longest sequence, is known only when a step has been measured.
         self._asked = replace(asked, max_model_len=asked.max_model_len or model.max_position_embeddings)
         self._model = model
@@ -121,17 +127,20 @@ class GpuMemory:
         return self._asked.max_model_len or self._model.max_position_embeddings
 
     def after_load(self, decoder: ServedModel) -> int:
-        workspace = measure_workspace(decoder, self._kernels, self._asked, dtype=self._dtype, device=self._device)
+        workspace = measure_workspace(
+            decoder, self._kernels, self._asked, dtype=self._dtype, device=self._device, layout=self._layout
+        )
         _log.info("a step takes up to %s of GPU memory beside the weights", bytes_text(workspace))
         return self._pool_bytes(0, workspace)
 
     def _pool_bytes(self, weights_to_come: int, workspace: int) -> int:
         free, total = torch.cuda.mem_get_info(self._device)
+        ranks = self._asked.tensor_parallel_size
         return gpu_pool_bytes(
-            total=total,
-            free=free - weights_to_come,
+            total=ranks * total,
+            free=ranks * (free - weights_to_come),
             utilization=self._asked.gpu_memory_utilization,
-            workspace=workspace + self._staging_bytes,
+            workspace=ranks * workspace + self._staging_bytes,
             kv_memory=self._asked.kv_memory,
         )
 
@@ -157,14 +166,21 @@ def estimate_workspace(model: ModelFacts, kernels: KernelSet, config: EngineConf
 
 
 def measure_workspace(
-    decoder: ServedModel, kernels: KernelSet, config: EngineConfig, *, dtype: torch.dtype, device: torch.device
+    decoder: ServedModel,
+    kernels: KernelSet,
+    config: EngineConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: KVLayout | None = None,
 ) -> int:
     """Bytes beside weights and pool, at the peak of steps of `config`'s limits. Its max_model_len must be set.
 
     With what the executor that will serve keeps on the device, its graphs among it. Leaves nothing allocated.
+    `layout`: of the pool; None: all of the model's layers and heads.
     """
     spare, block_size = spare_blocks(kernels, device), config.limits.block_size
-    kv = KVStorage(kernels, decoder.config, 1 + spare, block_size, dtype, device)
+    kv = KVStorage(kernels, decoder.config, 1 + spare, block_size, dtype, device, layout=layout)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -187,7 +203,7 @@ def measure_workspace(
     peak = torch.cuda.max_memory_allocated(device) - before
     del kv, executor
     torch.cuda.empty_cache()
-    return peak + graphs + spare * block_bytes(kernels, decoder.config, block_size, dtype)
+    return peak + graphs + spare * block_bytes(kernels, decoder.config, block_size, dtype, layout)
 
 
 def _measure_graphs(executor: Executor, device: torch.device) -> int:

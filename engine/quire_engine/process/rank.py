@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+from typing import TextIO
 
 from quire_engine.config import engine_config
 from quire_engine.errors import QuireError
@@ -21,13 +22,8 @@ from quire_engine.machine import die_with_parent, leave_signals_to_parent
 
 def main(rank: int, exchange_fd: int, memory_fd: int, pool_fd: int, parent_pid: int) -> int:
     """Run until rank 0 ends; the process's exit code."""
-    leave_signals_to_parent()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    die_with_parent(parent_pid)
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # output of libraries must not mix with the replies
-    gc.disable()
-    from quire_engine.build import build_rank  # noqa: PLC0415 - before the first line, while rank 0 reads weights
+    replies = begin_child(parent_pid)
+    from quire_engine.build_rank import build_rank  # noqa: PLC0415 - before the first line, while rank 0 reads weights
 
     told = iter(sys.stdin)
     line = next(told, None)
@@ -50,6 +46,17 @@ def main(rank: int, exchange_fd: int, memory_fd: int, pool_fd: int, parent_pid: 
     print("ready", file=replies)
     follow()
     return 0
+
+
+def begin_child(parent_pid: int) -> TextIO:
+    """Make this process one that ends with its parent; where it replies to it, line by line."""
+    leave_signals_to_parent()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    die_with_parent(parent_pid)
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
+    gc.disable()
+    return replies
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ class Linear(NamedTuple):
 
     weight: Tensor  # [N, K]
     bias: Tensor | None  # [N]
+    of: int = 0  # rows of the matrix of which these are some; 0: they are all
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> Linear:

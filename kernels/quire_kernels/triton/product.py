@@ -1,7 +1,7 @@
 """Projections by torch (cuBLASLt on a GPU), or by a persistent Triton kernel with batch-invariant results.
 
 Promises: `TiledProduct` sums every output element in one order over k, for any number of rows: a row alone has the same
-bits as in a batch.
+bits as in a batch. A column has the same bits among all columns of its matrix and among a rank's own.
 
 Every element of a tile is the sum over k in steps of BLOCK_K, added to one float32 accumulator by the matrix
 instruction. BLOCK_N and BLOCK_K depend on the weight only; BLOCK_M is 64 rows a warpgroup, one warpgroup for few rows
@@ -148,7 +148,7 @@ class TiledProduct:
         out = x.new_empty(num_rows, width)
         if num_rows:
             few = num_rows <= _FEW_ROWS
-            block_m, block_n = (64 if few else 128), min(64, columns_of_a_tile(width))
+            block_m, block_n = (64 if few else 128), min(64, columns_of_a_tile(w.of // 2 or width))
             tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(width, block_n)
             gated_product_kernel[(min(tiles, num_programs(x.device)),)](
                 x.contiguous(), w.weight, w.weight if w.bias is None else w.bias, out, num_rows, width, depth,
@@ -179,7 +179,7 @@ def _product(x: Tensor, w: Linear, residual: Tensor | None, out: Tensor, scale: 
         raise ValueError("results must be contiguous")
     if num_rows:
         few = num_rows <= _FEW_ROWS
-        block_m, block_n = (64 if few else 128), columns_of_a_tile(num_columns)
+        block_m, block_n = (64 if few else 128), columns_of_a_tile(w.of or num_columns)
         stages = 4 if block_m + block_n <= 192 else 3  # 96 KiB of shared memory, available on every GPU since Ampere
         tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
         product_kernel[(min(tiles, num_programs(x.device)),)](
@@ -200,7 +200,8 @@ def _require(x: Tensor, w: Linear, num_columns: int) -> None:
 
 
 def columns_of_a_tile(num_columns: int) -> int:
-    """Wide tiles if every multiprocessor gets one. The width depends on the weight alone: it affects the bits."""
+    """Wide tiles if every multiprocessor gets one. The width depends on the weight alone, of whose columns a rank may
+    have some: it affects the bits."""
     return 128 if num_columns >= 16384 else 64 if num_columns >= 4096 else 32
 
 

@@ -92,6 +92,7 @@ def make_triton_set(
         new_kv=attention.new_kv,
         kv_part=attention.kv_part,
         kv_block_bytes=attention.kv_block_bytes,
+        part_of=part_of,
     )
     return found if quantization is None else _quantised(found, quantization)
 
@@ -117,6 +118,11 @@ def _quantised(kernels: KernelSet, quantization: Quantization) -> KernelSet:
 
 def embed(table: Tensor, ids: Tensor) -> Tensor:
     return table.index_select(0, ids)
+
+
+def part_of(w: Linear | StoredLinear, rows: int) -> Linear | StoredLinear:
+    """The tiles of plain matrices are those of the whole one; those of others are the same for all."""
+    return w._replace(of=rows) if isinstance(w, Linear) else w
 
 
 class LinearOps:

@@ -102,7 +102,9 @@ class EngineFields(BaseModel):
         None, "Model", "CPU compute threads, of all ranks together; default: one for each usable core"
     )
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = option(
-        1, "Model", "processes (ranks) that compute the model together, each some heads and columns; on a CPU only"
+        1,
+        "Model",
+        "processes (ranks) that compute the model together, each some heads and columns; on a CPU or a GPU each",
     )
     max_model_len: OptionalCount = option(
         None, "Model", "longest prompt + output; 8k is 8000, 8K is 8192; default: the model's own", "tokens"

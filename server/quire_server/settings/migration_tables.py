@@ -214,7 +214,7 @@ SGLANG = Server(
         setting_row("--stream-interval", "stream_interval"),
         setting_row("--stream-response-default-include-usage", "enable_force_include_usage", "", switched("enable_force_include_usage")),
         setting_row("--enable-deterministic-inference", "deterministic", "on a CPU it is always so", switched("deterministic")),
-        setting_row("--tp-size --tensor-parallel-size --tp", "tensor_parallel_size", "on a CPU; each is a process", _first_of_two),
+        setting_row("--tp-size --tensor-parallel-size --tp", "tensor_parallel_size", "each is a process", _first_of_two),
         setting_row("--dp-size --data-parallel-size --dp", "replicas", "", lambda v: () if v[:1] == ["1"] else ("--replicas", *v)),
         setting_row("--load-balance-method", "route_policy", "", one_of("route_policy", {"auto": None, "round_robin": "round_robin",
             "total_requests": "least_requests", "total_tokens": "least_tokens"}, "auto, round_robin, total_requests or total_tokens")),
@@ -294,7 +294,7 @@ TGI = Server(
     rows=(
         setting_row("--model-id", "model"),
         setting_row("--revision", "revision"),
-        setting_row("--num-shard", "tensor_parallel_size", "on a CPU; each is a process", _first_of_two),
+        setting_row("--num-shard", "tensor_parallel_size", "each is a process", _first_of_two),
         setting_row("--dtype", "dtype"),
         setting_row("--kv-cache-dtype", "kv_cache_dtype", "", one_of("kv_cache_dtype", {"fp8_e4m3fn": "fp8"}, "fp8_e4m3fn; int8 is --kv-cache-dtype int8 here")),
         setting_row("--speculate", "speculation", "how many tokens are guessed is found while the server runs", _speculate),

@@ -14,16 +14,22 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from quire_engine.batch import Batch, StepResult
 from quire_engine.demo import demo_model_path
 from quire_engine.execution.executor import Executor
 from quire_engine.execution.gpu import graphs
 from quire_engine.execution.gpu.device import CudaDevice
+from quire_engine.execution.gpu.ranks import DeviceLeader, decode
 from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
 from quire_engine.execution.runner import Runner
+from quire_kernels.divided import divided
+from quire_kernels.kernel_set import KernelSet
+from quire_kernels.ranks import DeviceCollective, TorchDistributed
 from quire_kernels.triton.set import make_triton_set
 from support.checkpoints import shared_checkpoint
+from support.device_ranks import Launched
 from support.guarded import DEVICE
 from support.model_steps import Model
 from support.simulated_device import SimulatedDevice
@@ -57,15 +63,40 @@ def device() -> Iterator[Any]:
         yield simulated
 
 
-def _model(path: Path) -> Model:
+@pytest.fixture
+def exchange(tmp_path: Path) -> Iterator[DeviceCollective]:
+    """Of one rank with itself: by NCCL on a GPU; in the interpreter by Gloo, as an operation that a graph may hold."""
+    name, index = ("nccl", torch.device("cuda", 0)) if DEVICE.type == "cuda" else ("gloo", None)
+    dist.init_process_group(name, init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1, device_id=index)
+    try:
+        assert dist.group.WORLD is not None
+        found = TorchDistributed(dist.group.WORLD, DEVICE)
+        yield found if index else Launched(found)
+    finally:
+        dist.destroy_process_group()
+
+
+def _model(path: Path, kernels: KernelSet | None = None) -> Model:
     return Model(
         path,
         dtype=torch.bfloat16,
         device=str(DEVICE),
         num_blocks=NUM_BLOCKS + 1,
         max_model_len=512,
-        kernels=make_triton_set(deterministic=True),
+        kernels=kernels or make_triton_set(deterministic=True),
     )
+
+
+def _results(runner: GpuRunner, model: Model, story: Story) -> list[StepResult]:
+    """The story's steps, each launched while the one before it is computed."""
+    executor = Executor(runner, model.kv)
+    results = []
+    for number, (batch, _) in enumerate(ahead(story.steps)):
+        executor.launch(batch)
+        if number:
+            results.append(executor.collect())
+    results.append(executor.collect())
+    return results
 
 
 def _tell(device: Any, path: Path, length: int) -> Story:
@@ -106,14 +137,20 @@ def test_replays_compute_what_steps_compute_that_are_waited_for(  # noqa: PLR091
     path = shared_checkpoint(family) if family else demo_model_path()
     story, model = _tell(device, path, length), _model(path)
     runner = GpuRunner(model.decoder, model.kv.tensor, device, replace(LIMITS, mixed_rows=mixed_rows))
-    executor = Executor(runner, model.kv)
-    results = []
-    for number, (batch, _) in enumerate(ahead(story.steps)):
-        executor.launch(batch)
-        if number:
-            results.append(executor.collect())
-    results.append(executor.collect())
-    assert results == [told.result for told in story.steps]
+    assert _results(runner, model, story) == [told.result for told in story.steps]
     if isinstance(device, SimulatedDevice):
         assert device.replays
         assert (device.pageable, set(device.waits)) == (0, {"event"}), "nothing waits but who collects"
+
+
+def test_a_rank_that_gathers_from_itself_replays_its_exchanges(device, monkeypatch, exchange):
+    """The path of many ranks: products of own columns, exchanges in graphs, what the others are told."""
+    monkeypatch.setattr(graphs, "_SHORTEST", 512)
+    path, told = demo_model_path(), list[bytes]()
+    story = _tell(device, path, 3)
+    model = _model(path, divided(make_triton_set(deterministic=True), exchange))
+    limits, leader = replace(LIMITS, mixed_rows=512), DeviceLeader(exchange, told.append)
+    runner = GpuRunner(model.decoder, model.kv.tensor, device, limits, others=leader)
+    assert _results(runner, model, story) == [each.result for each in story.steps]
+    assert {decode(message)[0] for message in told} == {"sent", "mixed", "decodes", "logits", "tokens"}
+    assert len(runner._graphs) > 1

@@ -124,12 +124,16 @@ class Forward:
             chosen, _, any_left = self._model.choose(values, some)
             opening.keep(chosen, any_left, (into.ids, into.possible))
 
+    def decoded(self, packed: Packed, num_rows: int, context: int, *, chained: bool = False) -> Tensor:
+        """The logits of such a step."""
+        ones = (1,) * num_rows
+        return self.logits(self.hidden(packed, ones, (context,) * num_rows, ones, chained=chained))
+
     def decode(
         self, packed: Packed, num_rows: int, context: int, flags: int, into: Region, *, chained: bool = False
     ) -> Tensor:
         """A step of `num_rows` decodes whose contexts are `context` at most: the logits, and a token of each row."""
-        ones = (1,) * num_rows
-        logits = self.logits(self.hidden(packed, ones, (context,) * num_rows, ones, chained=chained))
+        logits = self.decoded(packed, num_rows, context, chained=chained)
         rows = self._tables.choice_rows(
             packed["choice_slots"], packed["choice_rows"], packed["choice_positions"], flags
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,20 +23,19 @@ from quire_engine.decodes import BatchInColumns
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.finishing import Finished, Finisher, Span, spans
-from quire_engine.execution.gpu.device import ALIGNMENT, Device, Event, HostBuffer, Packed, PackedInput, aligned
+from quire_engine.execution.gpu.device import Device, Event, HostBuffer, Packed
 from quire_engine.execution.gpu.forward import (
-    Forward,
     Model,
     Region,
     pad_decodes,
     pad_mixed,
     read_region,
-    region_at,
     region_bytes,
 )
-from quire_engine.execution.gpu.graphs import Bucket, MixedBucket, StepGraphs
+from quire_engine.execution.gpu.graphs import Bucket, MixedBucket
+from quire_engine.execution.gpu.resident import GRAPHS, Resident, RunnerLimits
 from quire_engine.execution.gpu.step_arrays import StepArrays, build_step_arrays
-from quire_engine.execution.gpu.tables import SlotTables, padded_rows
+from quire_engine.execution.gpu.told import Nobody, Told
 from quire_engine.execution.model_input import lengths
 from quire_engine.execution.runner import LOGITS_BYTES
 from quire_engine.execution.sampler import Chosen, Sampler
@@ -43,9 +43,7 @@ from quire_engine.execution.step_tensors import step_tensors
 from quire_kernels.kernel_set import ChoiceRows
 
 _log = logging.getLogger(__name__)
-_WORD = 8  # bytes
 _MEASURED_ROWS, _MEASURED_REPLAYS = (1, 8, 16, 32, 64), 5
-_GRAPHS = 2  # of the regions: where graphs leave their outcome. The others take turns: 0, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +51,7 @@ class _Place:
     """Where a step leaves its outcome, and where the step before it left its tokens."""
 
     region: Region
+    number: int  # of the region
     outcome: HostBuffer
     sampled: Mapping[int, int]  # by sequence id: the word with the token that the step before samples
 
@@ -76,20 +75,6 @@ class _Issued:
         return self.finished.read(ids, finite, possible, columns, num_padding_rows=self.num_padding_rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerLimits:
-    """The sizes that memory on the device and on the host is allocated for."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    spare_block: int  # of the pool, for the keys and values of padding rows alone
-    drafted_rows: int = 0  # of a step with drafts at most; 0: there are none
-    # Of steps with prompts that are graphs too, for kernels whose launches follow from bounds; 0: none is.
-    mixed_rows: int = 0
-
-
 class GpuRunner:
     """Owns what stays on the device between steps beside weights and pool: tables, input, outcomes, graphs."""
 
@@ -104,39 +89,21 @@ class GpuRunner:
         logits_bytes: int = LOGITS_BYTES,
         num_buffers: int = 2,
         max_in_flight: int = 2,
+        others: Told | None = None,
     ) -> None:
-        """`kv`: the pool, as the kernels lay it out. Without `grammars` requests for them fail."""
+        """`kv`: the pool, as the kernels lay it out. Without `grammars` requests for them fail. `others`: ranks that
+        compute the model together with this one."""
         self.max_in_flight = max_in_flight
         self._model, self._device, self._limits = model, device, limits
+        self._others = others or Nobody()
         self._constraints, self._sampler = Constraints(grammars), Sampler()
         self._vocab_size = vocab_size = model.config.vocab_size
-        block_size = limits.block_size
         self._logits_rows = max(1, logits_bytes // (4 * vocab_size))
-        self._graphs = StepGraphs(
-            device,
-            max_rows=max(limits.max_num_seqs, limits.drafted_rows),
-            max_context=limits.max_model_len,
-            mixed_rows=min(limits.mixed_rows, limits.max_num_batched_tokens),
-        )
-        # Beside drafts a prompt may end, and all of its choices with it.
-        self._max_rows = max(limits.max_num_seqs + limits.drafted_rows, self._graphs.largest.num_rows)
-        self._max_cells = max(4096, 2 * -(-limits.max_model_len // block_size))
-        self._spare_slots = range(limits.spare_block * block_size, (limits.spare_block + 1) * block_size)
-        each = region_bytes(self._max_rows)
-        with device.work(), torch.inference_mode():
-            self._tables = SlotTables(
-                num_slots=limits.max_num_seqs,
-                max_blocks=-(-limits.max_model_len // block_size),
-                vocab_size=vocab_size,
-                spare_block=limits.spare_block,
-                device=device.torch_device,
-            )
-            buffer = torch.zeros(3 * each + self._input_bytes(), dtype=torch.uint8, device=device.torch_device)
-        self._regions = [region_at(buffer, i * each, self._max_rows) for i in range(3)]
-        self._first_word = 3 * each // _WORD
-        self._input = PackedInput(device, buffer[3 * each :], num_buffers=num_buffers)
-        self._forward = Forward(model, kv, self._tables, buffer.view(torch.int64), block_size)
-        self._outcomes = [device.host_buffer(each) for _ in range(self.max_in_flight)]
+        self._resident = resident = Resident(model, kv, device, limits, num_buffers=num_buffers)
+        self._graphs, self._tables, self._forward = resident.graphs, resident.tables, resident.forward
+        self._regions, self._first_word = resident.regions, resident.first_word
+        self._max_rows, self._max_cells = resident.max_rows, resident.max_cells
+        self._outcomes = [device.host_buffer(region_bytes(self._max_rows)) for _ in range(self.max_in_flight)]
         self._num_begun = 0
         self._chained: dict[int, bool] = {}  # by rows, whether fewer launches were measured to be faster
         self._region = 0  # of the last step
@@ -197,7 +164,7 @@ class GpuRunner:
 
     def _seconds(self, bucket: Bucket, packed: Packed, *, chained: bool) -> float:
         """The shortest of a few replays of a bucket's step."""
-        into = self._regions[_GRAPHS]
+        into = self._regions[GRAPHS]
 
         def compute() -> None:
             self._forward.decode(packed, *bucket, into, chained=chained)
@@ -240,7 +207,8 @@ class GpuRunner:
         """Of the step to come: the other region than the last step's, so that a step which has to be computed again
         finds there what it reads."""
         outcome = self._outcomes[self._num_begun % len(self._outcomes)]
-        return _Place(region=self._regions[1 - self._region], outcome=outcome, sampled=self._sampled)
+        number = 1 - self._region
+        return _Place(region=self._regions[number], number=number, outcome=outcome, sampled=self._sampled)
 
     def _advance(self, batch: Batch) -> None:
         """The step to come is begun: the next one's tokens lie in its region."""
@@ -273,6 +241,7 @@ class GpuRunner:
         except Exception:
             self._tables.forget()
             raise
+        self._others.tokens(place.number, place.region.ids)
         columns, fetched = finisher.columns(), None
         if columns is not None:
             fetched = self._device.host_buffer(columns.nbytes)
@@ -294,15 +263,18 @@ class GpuRunner:
         wanted = list(spans(step, self._logits_rows))
         if bucket is None:
             packed = self._send(arrays)
-            hidden = self._forward.hidden(
-                packed, lengths(step.query_starts), step.context_lens, lengths(step.sampled_starts)
-            )
+            sizes = lengths(step.query_starts), step.context_lens, lengths(step.sampled_starts)
+            with self._others.hidden(*sizes):
+                hidden = self._forward.hidden(packed, *sizes)
         else:
             packed, hidden = self._run_mixed(arrays, bucket)
         finisher = Finisher(self._model, step, packed, self._constraints)
         hidden = finisher.pool(hidden)
+        if step.pooled:
+            self._others.kept()
         for span in wanted:
-            logits = self._forward.logits(hidden[span.rows])
+            with self._others.logits(span.rows):
+                logits = self._forward.logits(hidden[span.rows])
             rows, chosen = self._choices(arrays, packed, span, region, first)
             self._forward.choose(logits, rows, chosen)
             self._finish(finisher, span, logits, rows, chosen)
@@ -313,7 +285,7 @@ class GpuRunner:
         span = Span.whole(arrays.step)
         packed = self._send_decodes(arrays, bucket)
         logits = self._run(bucket, packed)
-        region.bytes.copy_(self._regions[_GRAPHS].bytes)
+        region.bytes.copy_(self._regions[GRAPHS].bytes)
         finisher = Finisher(self._model, arrays.step, packed, self._constraints)
         if arrays.step.rules or arrays.step.told:
             self._finish(finisher, span, logits, *self._choices(arrays, packed, span, region, 0))
@@ -326,16 +298,19 @@ class GpuRunner:
         finisher.finish(span, logits, rows.logits_rows, chosen.ids)
 
     def _run(self, bucket: Bucket, packed: Packed) -> Tensor:
-        into = self._regions[_GRAPHS]
+        into = self._regions[GRAPHS]
         chained = self._is_chained(bucket.num_rows)
-        return self._graphs.run(bucket, lambda: self._forward.decode(packed, *bucket, into, chained=chained))
+        with self._others.graph(bucket):
+            return self._graphs.run(bucket, lambda: self._forward.decode(packed, *bucket, into, chained=chained))
 
     def _run_mixed(self, arrays: StepArrays, bucket: MixedBucket) -> tuple[Packed, Tensor]:
         """The sections sent, and the hidden states of the sample rows and of padding."""
         tables, first_word = self._tables, self._first_word
-        pad_mixed(arrays, bucket.num_rows, bucket.num_sequences, tables, self._spare_slots, first_word)
+        spare_slots = self._resident.spare_slots
+        pad_mixed(arrays, bucket.num_rows, bucket.num_sequences, tables, spare_slots, first_word)
         packed = self._send(arrays)
-        return packed, self._graphs.run(bucket, lambda: self._forward.mixed(packed, *bucket))
+        with self._others.graph(bucket):
+            return packed, self._graphs.run(bucket, lambda: self._forward.mixed(packed, *bucket))
 
     def _choices(
         self, arrays: StepArrays, packed: Packed, span: Span, region: Region, first: int
@@ -349,7 +324,7 @@ class GpuRunner:
         return found, region.chosen(first + span.choices.start, len(rows))
 
     def _send_decodes(self, arrays: StepArrays, bucket: Bucket) -> Packed:
-        pad_decodes(arrays, bucket.num_rows, self._tables, self._spare_slots, self._first_word)
+        pad_decodes(arrays, bucket.num_rows, self._tables, self._resident.spare_slots, self._first_word)
         return self._send(arrays)
 
     def _send(self, arrays: StepArrays) -> Packed:
@@ -357,20 +332,12 @@ class GpuRunner:
         while len(deltas.get("cells", ())) > self._max_cells:  # more than a step's buffer is meant to hold
             some = {name: deltas[name][: self._max_cells] for name in ("cells", "cell_blocks")}
             deltas |= {name: deltas[name][self._max_cells :] for name in some}
-            self._tables.apply(self._input.send(some))
-        packed = self._input.send(arrays.sections() | deltas)
-        self._tables.apply(packed)
-        return packed
+            self._put(some)
+        return self._put(arrays.sections() | deltas)
 
-    def _input_bytes(self) -> int:
-        """Bytes of the largest step's sections and of at most `_max_cells` changes of block tables."""
-        limits, mixed = self._limits, self._graphs.largest_mixed
-        rows = padded_rows(max(self._max_rows, mixed.num_sequences if mixed else 0))
-        tokens = max(limits.max_num_batched_tokens, rows, mixed.num_rows if mixed else 0)
-        of_tokens = 8 * _WORD * tokens  # ids, sources, positions, slots, sample and logit rows, scored rows and ids
-        of_sequences = 6 * _WORD * rows
-        of_choices = 10 * _WORD * rows  # with a slot's parameters
-        return aligned(of_tokens + of_sequences + of_choices + 12 * self._max_cells + 24 * ALIGNMENT)
+    def _put(self, sections: Mapping[str, array[int]]) -> Packed:
+        self._others.sent(sections)
+        return self._resident.send(sections)
 
 
 def _sampling_of(item: ScheduledSequence) -> list[int]:

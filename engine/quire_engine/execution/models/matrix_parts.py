@@ -46,6 +46,19 @@ class Part:
         return rows.view(-1, len(self.head_order), *rows.shape[1:])[:, self.head_order].flatten(0, 1)
 
 
+def rows_of(parts: Sequence[Part], sizes: Sequence[int], wanted: Sequence[slice]) -> list[Part]:
+    """The parts of some rows, in the order of `wanted`, of the matrix that parts of so many rows each make."""
+    found = []
+    for each in wanted:
+        at = 0
+        for part, size in zip(parts, sizes, strict=True):
+            low, high = max(each.start, at), min(each.stop, at + size)
+            if low < high:
+                found.append(replace(part, start=part.start + low - at, stop=part.start + high - at))
+            at += size
+    return found
+
+
 class WeightSource(Protocol):
     """Gives each tensor once, by its name in the checkpoint, and each matrix once, by its place in the decoder.
 
@@ -66,6 +79,6 @@ class WeightSource(Protocol):
         """A matrix whose rows are looked up, as it is stored; None: `tensor` gives its numbers."""
         ...
 
-    def head(self, place: str, name: str, embedding: Tensor | None) -> LinearWeight:
-        """The last projection; `embedding` is what `tensor` gave for it where both are one."""
+    def head(self, place: str, name: str, embedding: Tensor | None, rows: slice | None = None) -> LinearWeight:
+        """The last projection, or some of its rows; `embedding` is what `tensor` gave for it where both are one."""
         ...

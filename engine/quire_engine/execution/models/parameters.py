@@ -69,8 +69,19 @@ class Parameters:
             return ()
         return self.stored + (self.stored_experts if kernels.stored_experts else ())
 
-    def memory(self, itemsize: int, kernels: KernelSet, packed_bytes: int | None = None) -> WeightMemory:
-        """`packed_bytes`: what all matrices take, once that is known."""
+    def memory(
+        self, itemsize: int, kernels: KernelSet, packed_bytes: int | None = None, *, memories: int = 1
+    ) -> WeightMemory:
+        """`packed_bytes`: what all matrices take, once that is known.
+
+        `memories`: of ranks on devices, of which each has its part of the matrices, and whole what is not divided; both
+        sizes are then of one.
+        """
+        if memories > 1:
+            whole = self.memory(itemsize, kernels, None if packed_bytes is None else memories * packed_bytes)
+            small = self.small * itemsize
+            read = -(-(whole.read - small) // memories) + small
+            return WeightMemory(total=read + self.embedding * itemsize, read=read)
         packed_bits = kernels.packed_bits
         if packed_bytes is None:
             usual = packed_bits or 8.0 * itemsize

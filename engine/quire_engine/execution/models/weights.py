@@ -30,6 +30,7 @@ from quire_engine.execution.models.experts import (
 from quire_engine.execution.models.experts_config import ExpertsConfig
 from quire_engine.execution.models.gguf_tensors import take_gguf
 from quire_engine.execution.models.matrix_parts import Part, WeightSource
+from quire_engine.execution.models.rank_source import RankSource
 from quire_engine.execution.models.rope import rope_table
 from quire_engine.execution.models.sites import site_of
 from quire_engine.execution.packed.image import ALIGNMENT, Image, ImageWriter
@@ -247,6 +248,8 @@ def assemble(
     rank: Rank = ALONE,
 ) -> Weights:
     """The decoder's weights from wherever they come, for a pool of this layout, which is the rank's."""
+    if kernels.is_divided:
+        source = RankSource(source, config, kernels, rank)
     tied, table = config.tie_word_embeddings, source.stored_table("embedding", EMBEDDING)
     embedding = source.tensor(EMBEDDING) if table is None else None
     # The largest matrix comes while little else is in memory: what packing needs beside the weights is then a layer.
@@ -548,11 +551,12 @@ class CheckpointSource:
         packed = self._kept([[Part(name)]], [])
         return None if packed is None else self._packed(place, packed, [Part(name)])
 
-    def head(self, place: str, name: str, embedding: Tensor | None) -> LinearWeight:
+    def head(self, place: str, name: str, embedding: Tensor | None, rows: slice | None = None) -> LinearWeight:
+        part = Part(name) if rows is None else Part(name, start=rows.start, stop=rows.stop)
         if embedding is None or not self._checkpoint.is_done(name):
-            return self.matrix(place, [Part(name)], [])
-        packed = self._kept([[Part(name)]], [])
-        return self._packed(place, self._pack_linear(embedding, None) if packed is None else packed, [])
+            return self.matrix(place, [part], [])
+        packed = self._kept([[part]], [])
+        return self._packed(place, self._pack_linear(part.of(embedding), None) if packed is None else packed, [])
 
     def _packed(self, place: str, packed: LinearWeight, parts: Sequence[Part]) -> LinearWeight:
         if self._image is not None and self._form is not None:
@@ -645,6 +649,6 @@ class ImageSource:
         del name
         return self._form.restore(*self._image.matrix(place)) if self._image.has_matrix(place) else None
 
-    def head(self, place: str, name: str, embedding: Tensor | None) -> LinearWeight:
-        del embedding
+    def head(self, place: str, name: str, embedding: Tensor | None, rows: slice | None = None) -> LinearWeight:
+        del embedding, rows  # an image has whole matrices
         return self.matrix(place, (Part(name),), ())

@@ -5,7 +5,10 @@ Must not know: processes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
+import torch.distributed as dist
 
 from quire_engine.config import EngineConfig
 from quire_engine.errors import ConfigError
@@ -13,6 +16,7 @@ from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.served import ModelFacts
 from quire_engine.ranks import dividing
 from quire_kernels.kernel_set import KernelSet
+from quire_kernels.ranks import widest_share
 
 
 def check_ranks(
@@ -25,10 +29,14 @@ def check_ranks(
     normed_rows = isinstance(model, ModelConfig) and model.family.qk_norm == "row"
     possible = dividing(model.num_heads, model.kv_heads, model.num_heads, normed_rows=normed_rows)
     counts = sorted({heads.number for heads in model.kv_heads})
+    on_device = device.type != "cpu"
     reasons = (
-        (device.type != "cpu", "ranks compute on a CPU only; set device to cpu"),
         (bool(implementation), "the model is computed by transformers' code, which is not divided among ranks"),
-        (kernels.join is None, f"the {kernels.name} kernels are not divided among ranks; set kernels to cpu"),
+        (
+            not on_device and kernels.join is None,
+            f"the {kernels.name} kernels are not divided among ranks; set kernels to cpu",
+        ),
+        *(_on_devices(asked, model, kernels) if on_device else ()),
         (
             size not in possible,
             f"{model.num_heads} heads, and {' or '.join(map(str, counts))} of keys, are not divided among so many"
@@ -38,6 +46,34 @@ def check_ranks(
     reason = next((text for applies, text in reasons if applies), "")
     if reason:
         raise ConfigError(f"tensor_parallel_size={size}: {reason}")
+
+
+def check_kept(size: int, replaced_ops: Sequence[str]) -> None:
+    """Raises ConfigError where ops of a device's kernels have failed there: other ranks would compute with others."""
+    if replaced_ops:
+        ops = ", ".join(replaced_ops)
+        raise ConfigError(
+            f"tensor_parallel_size={size}: on GPUs all ranks need the kernels, of which {ops} failed here"
+        )
+
+
+def _on_devices(asked: EngineConfig, model: ModelFacts, kernels: KernelSet) -> Iterator[tuple[bool, str]]:
+    """What ranks on GPUs need, which have memories of their own, and the reason where it is not there."""
+    size, count = asked.tensor_parallel_size, torch.cuda.device_count()
+    yield count < size, f"torch finds {count} GPU{'' if count == 1 else 's'} here; set it to at most {max(1, count)}"
+    has_nccl = dist.is_available() and dist.is_nccl_available()
+    yield not has_nccl, "GPUs exchange columns by NCCL, which this torch was built without; set it to 1"
+    without = kernels.part_of is None
+    yield without, f"the {kernels.name} kernels are not divided among ranks on GPUs; set kernels to triton"
+    if isinstance(model, ModelConfig):
+        yield model.experts is not None, "mixtures of experts are divided among ranks on a CPU only; set it to 1"
+        rows = model.family.qk_norm == "row"
+        yield rows, "norms of all heads together are divided among ranks on a CPU only; set it to 1"
+    yield asked.enable_lora, "adapters are computed by ranks on a CPU only; set enable_lora to false"
+    yield asked.swap_space > 0, "ranks on GPUs have no swap space; set swap_space to 0"
+    widths = {"hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size}
+    for name, width in {**widths, "vocab_size": model.vocab_size}.items():
+        yield widest_share(size, width) * (size - 1) >= width, f"a {name} of {width} leaves a rank without columns"
 
 
 def _listed(numbers: list[int]) -> str:

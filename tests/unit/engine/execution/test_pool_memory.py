@@ -72,7 +72,21 @@ def test_gpu_memory_is_estimated_and_then_measured(monkeypatch):
     monkeypatch.setattr(quire_engine.execution.memory, "measure_workspace", measure)
     free[0] = 49 * GIB
     assert memory.after_load("decoder") == 40 * GIB - 31 * GIB - 3 * GIB
-    where = {"dtype": torch.float32, "device": torch.device("cuda")}
+    where = {"dtype": torch.float32, "device": torch.device("cuda"), "layout": None}
     assert measured == [("decoder", REFERENCE, model.max_position_embeddings, where)]
     short, *_ = memory_of("cuda", max_model_len=100)
     assert short.positions(PLANNED) == 100
+
+
+def test_ranks_on_gpus_have_pools_in_all_their_memories(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 80 * GIB))
+    monkeypatch.setattr(quire_engine.execution.memory, "measure_workspace", lambda *_, **__: 3 * GIB)
+    alone, *_ = memory_of("cuda", gpu_memory_utilization=0.5)
+    four, *_ = memory_of("cuda", gpu_memory_utilization=0.5, tensor_parallel_size=4)
+    assert four.before_load(10 * GIB) == 4 * alone.before_load(10 * GIB)
+    assert four.after_load("decoder") == 4 * alone.after_load("decoder") == 4 * 17 * GIB
+    asked, *_ = memory_of("cuda", tensor_parallel_size=4, kv_memory=200 * GIB)
+    assert asked.after_load("decoder") == 200 * GIB
+    asked, *_ = memory_of("cuda", tensor_parallel_size=4, kv_memory=240 * GIB)
+    with pytest.raises(ConfigError, match=r"more than the 228 GiB left"):
+        asked.after_load("decoder")
