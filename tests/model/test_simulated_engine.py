@@ -247,5 +247,5 @@ def test_a_step_that_does_not_fit_is_no_measure(monkeypatch):
         measured(decoder)
 
 
-def on_the_cpu(*what):
-    return KVStorage(*what[:-1], CPU)
+def on_the_cpu(*what, layout):
+    return KVStorage(*what[:-1], CPU, layout=layout)
