@@ -176,6 +176,7 @@ class GenerationRequest:
     # Requests with different salts never share cached blocks; "scope\0salt", or without a scope. With an adapter its
     # digest stands at the end, behind "\1", see `bound_to`.
     cache_salt: str = ""
+    cache_ttl: float = 0.0  # seconds from its end for which its prompt's cached blocks are pinned; 0: they are not
     resumed_token_ids: tuple[tuple[int, ...], ...] = ()  # crash recovery: per choice, tokens already sent
     finished_choices: tuple[int, ...] = ()  # crash recovery: choices that already ended
     pooling: Pooling = ""  # for an embedding of the prompt: max_new_tokens is 0, n is 1
@@ -266,6 +267,9 @@ class TenantStats:
     total_service: float = 0.0  # prompt tokens plus twice the output tokens
 
 
+PinEvent = Literal["pinned", "refused", "expired", "evicted"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot after a step. Gauges are the state of this moment; `total_*` count since the engine started."""
@@ -277,6 +281,7 @@ class EngineStats:
     blocks_used: int = 0
     blocks_cached: int = 0  # matchable but not referenced
     blocks_free: int = 0
+    blocks_pinned: int = 0  # used or cached, of prefixes that are kept for a time
     blocks_shared: int = 0  # used blocks held by two or more sequences
     blocks_unshared: int = 0  # used blocks held by one sequence
     blocks_saved: int = 0  # blocks that sharing saves
@@ -290,6 +295,7 @@ class EngineStats:
     total_prefix_query_tokens: int = 0
     total_prefix_hit_tokens: int = 0
     total_kv_evictions: int = 0  # cached blocks whose content was dropped for reuse
+    total_pins: dict[PinEvent, int] = field(default_factory=dict)  # blocks
     total_blocks_taken: int = 0  # allocations of blocks, evicted ones included
     kv_waiting_since: float | None = None  # clock of arrival_time: when the queue's head began to wait for blocks
     total_kv_wait_seconds: float = 0.0  # time in which the queue's head waited for blocks

@@ -123,6 +123,39 @@ async def test_sampling_is_what_was_asked_for() -> None:
     assert request.stop.max_new_tokens == 300
 
 
+KEPT, HOUR = {"cache_control": {"type": "ephemeral"}}, {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [
+        ({}, 0.0),
+        (KEPT, 300.0),
+        ({"cache_control": None}, 0.0),
+        ({"cache_ttl": 20}, 20.0),
+        ({"system": [text("a") | HOUR]}, 3600.0),
+        ({"messages": [{"role": "user", "content": [text("a") | KEPT, text("b")]}]}, 300.0),
+        ({"tools": [{"name": "a", "input_schema": {"type": "object"}, **HOUR}], **KEPT}, 3600.0),
+    ],
+)
+async def test_a_marked_prompt_is_kept_for_its_time(fields: dict[str, Any], seconds: float) -> None:
+    model = Model("ok")
+    async with model.connected() as client:
+        await whole(client, **fields)
+    assert model.engine.submitted[-1].cache_ttl == seconds
+
+
+@pytest.mark.parametrize(
+    "control", [{}, {"type": "lasting"}, {"type": "ephemeral", "ttl": "5 minutes"}, {"type": "ephemeral", "ttl": []}, 5]
+)
+async def test_a_mark_that_says_something_else_is_refused(control: object) -> None:
+    async with Model("ok").connected() as client:
+        for fields in ({"cache_control": control}, {"system": [{**text("a"), "cache_control": control}]}):
+            reply = await client.post(PATH, json=ASK | fields)
+            assert reply.status_code == 400
+            assert "'cache_control' must have the type 'ephemeral'" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "names"),
     [

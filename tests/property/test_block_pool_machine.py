@@ -13,7 +13,7 @@ WEIGHTS = st.sampled_from([0.5, 1.0, 1.0, 3.0])
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Take, evict, share, drop, keep and forget, for several owners."""
+    """Take, evict, share, drop, keep, forget, pin and let pins end, for several owners."""
 
     scopes: st.SearchStrategy[str] = SCOPES
 
@@ -29,6 +29,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.idlest: list[str] = []  # the same in the order of their last request
         self.used_at: dict[str, int] = {}
         self.taken = 0
+        self.now, self.most = 0.0, size // 2
+        self.pinned: dict[int, float] = {}  # the end of each block's pin
+        self.pool.pins.most = self.most
         self.pool.shares._patience = 2 * size
 
     def held(self, scope: str, more: int = 0) -> float:
@@ -40,17 +43,20 @@ class PoolMachine(RuleBasedStateMachine):
         owners = {self.scope[block] for block in self.cached}
         idlest = self.idlest[0]
         if len(self.came) > 1 and self.taken - self.used_at[idlest] > 2 * len(self.refs):
-            if idlest in owners:
-                return next(block for block in self.cached if self.scope[block] == idlest)
+            for block in self.cached:
+                if self.scope[block] == idlest and block not in self.pinned:
+                    return block
             self.use(idlest)
         most = max(self.held(owner) for owner in owners)
         first = next(owner for owner in self.came if owner in owners and self.held(owner) == most)
         if len(self.came) > 1 and scope in owners and self.held(scope, 1) >= most:
             first = scope
-        return next(block for block in self.cached if self.scope[block] == first)
+        own = [block for block in self.cached if self.scope[block] == first]
+        return min(own, key=lambda block: block in self.pinned)
 
     def forget(self, block: int) -> None:
         scope = self.scope.pop(block)
+        self.pinned.pop(block, None)
         if scope not in self.scope.values():
             self.came.remove(scope)
             self.idlest.remove(scope)
@@ -116,6 +122,31 @@ class PoolMachine(RuleBasedStateMachine):
         self.forget(block)
         self.free.insert(0, block)
 
+    @precondition(lambda self: any(self.refs.values()))
+    @rule(data=st.data(), seconds=st.integers(1, 4))
+    def pin(self, data: st.DataObject, seconds: int) -> None:
+        used = sorted(block for block, refs in self.refs.items() if refs)
+        blocks = data.draw(st.lists(st.sampled_from(used), unique=True))
+        self.pool.pin(blocks, float(seconds))
+        total = sum(self.weight[scope] for scope in self.came)
+        for block in blocks:
+            scope = self.scope[block]
+            own = sum(self.scope[other] == scope for other in self.pinned)
+            room = min(int(self.most * self.weight[scope] / total) - own, self.most - len(self.pinned))
+            if block in self.pinned or room > 0:
+                self.pinned[block] = max(self.pinned.get(block, 0.0), self.now + seconds)
+
+    @rule()
+    def advance(self) -> None:
+        self.now += 1.0
+        self.pool.pins.advance(self.now)
+        # In the order of their ends; each is then the least recently used of its owner.
+        for _, block in sorted((until, block) for block, until in self.pinned.items() if until <= self.now):
+            del self.pinned[block]
+            if block in self.cached:
+                self.cached.remove(block)
+                self.cached.insert(0, block)
+
     @invariant()
     def same(self) -> None:
         if hasattr(self, "pool"):
@@ -123,7 +154,10 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.free_blocks()[: len(self.free)] == self.free
             for scope in self.came:
                 own = [block for block in self.cached if self.scope[block] == scope]
-                assert list(self.pool.shares._owners[scope].cached) == own
+                owner = self.pool.shares._owners[scope]
+                assert list(owner.cached) == [block for block in own if block not in self.pinned]
+                assert list(owner.last) == [block for block in own if block in self.pinned]
+            assert len(self.pool.pins) == len(self.pinned)
             assert self.pool.num_free == len(self.free) + len(self.cached)
             assert self.pool.shares.num_cached == len(self.cached)
             assert {block: self.pool.refs(block) for block in self.refs} == self.refs
@@ -139,7 +173,12 @@ class OneOwnerMachine(PoolMachine):
     @invariant()
     def one_list(self) -> None:
         if hasattr(self, "pool"):
-            assert self.pool.free_blocks() == [*self.free, *self.cached]
+            last = [block for block in self.cached if block in self.pinned]
+            assert self.pool.free_blocks() == [*self.free, *(set_aside(self.cached, last)), *last]
+
+
+def set_aside(blocks: list[int], others: list[int]) -> list[int]:
+    return [block for block in blocks if block not in others]
 
 
 PoolMachine.TestCase.settings = OneOwnerMachine.TestCase.settings = settings(

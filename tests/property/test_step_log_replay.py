@@ -46,6 +46,7 @@ class Traffic:
         self.dice = random.Random(seed)
         # Each of its own, so that what else happens stays as it was drawn.
         self.holding, self.spoiling = random.Random(seed + 1_000_000), random.Random(seed + 2_000_000)
+        self.pinning = random.Random(seed + 3_000_000)
         self.time = 100.0
         config = self.config = self.draw_config()
         guesses = partial(Speculation, Guesses(random.Random(seed)), most=4) if self.speculates else None
@@ -172,6 +173,7 @@ class Traffic:
             max_running=2 if tenant == "c" else 0,
             service_class=dice.choice(["interactive", "interactive", "batch"]),
             deadline=self.time + dice.random() if dice.random() < 0.15 else None,
+            cache_ttl=self.pinning.choice([0.0, 0.0, 0.1, 1e6]),
         )
 
     def take(self, step: StepOutput) -> None:
@@ -293,7 +295,8 @@ def test_a_log_that_lacks_an_input_does_not_replay(left_out: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "left_out", ["shared", "beams", "failed", "deadline", "tenant", "service_class", "cache_salt", "weight"]
+    "left_out",
+    ["shared", "beams", "failed", "deadline", "tenant", "service_class", "cache_salt", "weight", "cache_ttl"],
 )
 def test_each_part_of_a_line_is_needed(left_out: str, tmp_path: Path) -> None:
     def differs(seed: int) -> bool:

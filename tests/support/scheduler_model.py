@@ -136,6 +136,7 @@ def _for_tokens(draw: st.DrawFn) -> GenerationRequest:
         priority=draw(st.integers(0, 2)),
         cache_salt=draw(st.sampled_from(["", "", "tenant", "a\0", "a\0", "b\0tenant"])),
         weight=draw(st.sampled_from([1.0, 1.0, 4.0])),
+        cache_ttl=draw(st.sampled_from([0.0, 0.0, 3.0, 1e6])),
         # How many tokens each choice resumes with, and who has ended: made true once the request is feasible.
         resumed_token_ids=draw(st.sampled_from([(), (), ((0,) * 3, (), (0,) * 6, (0,)), ((), (0,), (), (0,) * 4)])),
         finished_choices=draw(st.sampled_from([(), (), (1,), (0,)])),

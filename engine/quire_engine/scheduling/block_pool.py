@@ -5,16 +5,16 @@ Take, share, release and revive are O(1) with one owner; see `CacheShares` for s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from quire_engine.invariants import InvariantViolation, require
-from quire_engine.scheduling.cache_shares import CacheShares, Owner
+from quire_engine.scheduling.cache_shares import CacheShares, Owner, PinnedBlocks
 
 
 class BlockPool:
     """Block ids 0 .. num_blocks - 1. Each is in use, cached by its owner, or free: without content and owner."""
 
-    __slots__ = ("_free", "_owner_of", "_refs", "num_blocks", "num_free", "num_saved", "num_shared", "shares")
+    __slots__ = ("_free", "_owner_of", "_refs", "num_blocks", "num_free", "num_saved", "num_shared", "pins", "shares")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -22,6 +22,7 @@ class BlockPool:
         self.num_shared = 0  # with two references or more
         self.num_saved = 0  # references beyond each block's first: the blocks that sharing saves
         self.shares: CacheShares[int] = CacheShares(num_blocks)
+        self.pins = PinnedBlocks(self.shares, num_blocks)
         self._refs: list[int] = [0] * num_blocks
         self._owner_of: list[Owner[int] | None] = [None] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # the next to be taken last
@@ -50,6 +51,7 @@ class BlockPool:
         Raises InvariantViolation when no block is cached.
         """
         block, owner = self.shares.evict(taker)
+        self.pins.drop(block, is_evicted=True)
         self._owner_of[block] = None
         self._free.append(block)
         return block, owner
@@ -93,7 +95,8 @@ class BlockPool:
     def free(self, block: int) -> None:
         """Free an unreferenced block, whose content is not worth keeping: it is taken next."""
         owner = self._owned(block)
-        require(block not in owner.cached, "a cached block was freed twice")
+        require(not owner.has(block), "a cached block was freed twice")
+        self.pins.drop(block)
         self.shares.drop(owner)
         self._owner_of[block] = None
         self._free.append(block)
@@ -118,6 +121,11 @@ class BlockPool:
         self.drop(block)
         self.free(block)
 
+    def pin(self, blocks: Iterable[int], seconds: float) -> None:
+        """Pin blocks that are in use, for so long; `PinnedBlocks.pin`."""
+        owned = ((block, self._owner_of[block]) for block in blocks)
+        self.pins.pin(((block, owner) for block, owner in owned if owner is not None), seconds)
+
     def keep_only(self, is_known: Callable[[int], bool]) -> int:
         """Free the cached blocks whose content is not known any more, after those that are free; returns how many."""
         gone = [block for block in self.shares.cached() if not is_known(block)]
@@ -141,10 +149,11 @@ class BlockPool:
             require(
                 (refs == 0) == (block in free or block in cached), f"block {block} is lost, or both free and in use"
             )
-            is_its = owner is not None and block in owner.cached
+            is_its = owner is not None and owner.has(block)
             require(is_its == (block in cached), f"block {block} is cached by another than its owner")
         require(listed == self.num_free, f"{listed} blocks are listed as free, {self.num_free} are counted")
         self.shares.check([owner for owner in self._owner_of if owner is not None])
+        self.pins.check()
         shared = [refs for refs in self._refs if refs > 1]
         require(len(shared) == self.num_shared, f"{len(shared)} blocks are shared, {self.num_shared} are counted")
         saved = sum(shared) - len(shared)

@@ -16,7 +16,7 @@ from quire_engine.kv_groups import WHOLE, KVGroup
 from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.block_pool import BlockPool
 from quire_engine.scheduling.blocks import NO_MATCH, NO_MOVES, Moves, PageTable, PrefixMatch
-from quire_engine.scheduling.cache_shares import Owner
+from quire_engine.scheduling.cache_shares import Owner, PinnedBlocks
 from quire_engine.scheduling.prefix_cache import NOT_TOLD, GroupCaches, PrefixCache, Recorder, Tails, num_common
 from quire_engine.scheduling.sequence import Content, Promise, Sequence
 from quire_engine.types import GenerationRequest
@@ -77,6 +77,11 @@ class KVAllocator:
     def num_saved(self) -> int:
         """Further blocks that the tables would need without sharing."""
         return self._pool.num_saved
+
+    @property
+    def pins(self) -> PinnedBlocks:
+        """The blocks of prefixes that requests keep for a time."""
+        return self._pool.pins
 
     def match(self, sequence: Sequence, max_tokens: int) -> PrefixMatch:
         """The longest cached prefix of at most `max_tokens` tokens. Changes no block."""
@@ -218,7 +223,7 @@ class KVAllocator:
             if before < sequence.kv.num_promised:
                 self._promises.fulfil(sequence, num_computed)
                 if num_computed >= sequence.kv.num_promised:
-                    self._offer_tail(sequence)
+                    _offer_tail(self, sequence)
         if self.by_window:
             self._give_back(sequence, num_computed)
 
@@ -239,7 +244,8 @@ class KVAllocator:
     def release(self, sequence: Sequence) -> None:
         """Take every block from the sequence; matchable blocks stay cached until reused, the deepest first."""
         if self._caching:
-            self._offer_tail(sequence)
+            _pin_prompt(self, sequence)
+            _offer_tail(self, sequence)
             self._promises.withdraw(sequence)
         if sequence.kv.copies_from is not None:
             self._drop(sequence.kv.copies_from)
@@ -388,13 +394,6 @@ class KVAllocator:
         self._drop(own)
         return True
 
-    def _offer_tail(self, sequence: Sequence) -> None:
-        """Make the computed part of the sequence's partial block available for copies."""
-        index, rest = divmod(sequence.kv.num_certain, self.block_size)
-        if rest >= self._tails.least:
-            tokens = sequence.token_ids[sequence.kv.num_certain - rest : sequence.kv.num_certain]
-            self._offer(sequence.kv.table.block_ids[index], self._parent(sequence, index), tokens)
-
     def _offer(self, block: int, parent: bytes, tokens: list[int]) -> None:
         displaced = self._tails.offer(block, parent, tokens)
         if displaced is not None and self._pool.refs(displaced) == 0 and not self._is_known(displaced):
@@ -536,6 +535,29 @@ def fill(kv: KVAllocator, sequence: Sequence, num_computed: int) -> None:
     """As `commit`, for a decode in columns, whose counts are there: its last block is full of applied results."""
     if kv._caching:
         kv._commit_blocks(sequence, num_computed // kv.block_size)
+
+
+def _pin_prompt(kv: KVAllocator, sequence: Sequence) -> None:
+    """Pin the blocks of a prompt that its request asks to keep, of all groups of layers, the first ones first."""
+    if not (seconds := sequence.group.request.cache_ttl):
+        return
+    kv._pool.pin(
+        [
+            block
+            for index in range(sequence.num_prompt_tokens // kv.block_size)
+            for table in sequence.kv.tables
+            if table.num_passed <= index < len(table.block_ids) and kv._caches.holds(block := table.block_ids[index])
+        ],
+        seconds,
+    )
+
+
+def _offer_tail(kv: KVAllocator, sequence: Sequence) -> None:
+    """Make the computed part of the sequence's partial block available for copies."""
+    index, rest = divmod(sequence.kv.num_certain, kv.block_size)
+    if rest >= kv._tails.least:
+        tokens = sequence.token_ids[sequence.kv.num_certain - rest : sequence.kv.num_certain]
+        kv._offer(sequence.kv.table.block_ids[index], kv._parent(sequence, index), tokens)
 
 
 def _check_references(pool: BlockPool, held: Counter[int], sequences: Iterable[Sequence]) -> None:

@@ -235,6 +235,7 @@ class Scheduler:
         if not self.has_work:
             return None
         self._step += 1
+        self._kv.pins.advance(now)
         if self._log is not None:
             self._log.settle()
         plan = self._planner.plan(self._step, now)

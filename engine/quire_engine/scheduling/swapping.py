@@ -616,7 +616,7 @@ class HostPool:
         cached = set(self._shares.cached())
         for key, owner in self._owner_of.items():
             require((key in cached) != (key in self._claims), "a host block is kept and claimed at once, or neither")
-            require((key in cached) == (key in owner.cached), "a host block is kept by another than its owner")
+            require((key in cached) == owner.has(key), "a host block is kept by another than its owner")
         promised = sum(1 for key in self._claims if key not in self._block_of)
         require(promised == self._num_promised, f"{promised} host blocks are owed, {self._num_promised} are counted")
         require(self.num_room >= 0, "more host blocks are promised than there are")

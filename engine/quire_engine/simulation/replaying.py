@@ -73,7 +73,7 @@ def _by_rank(parents: Sequence[int]) -> list[int]:
 
 _SAME_NAMES = {one.name for one in fields(GenerationRequest)} & {
     *("n", "priority", "arrival_time", "pooling", "cache_salt", "tenant", "weight", "max_running", "service_class"),
-    *("deadline", "service_elsewhere"),
+    *("deadline", "service_elsewhere", "cache_ttl"),
 }
 _MOST_DRAFTS = 1 << 10  # of one sequence in a step: more than any server gives
 _OWN_RULES = SamplingParams(presence_penalty=1.0)  # for a request whose plans depend on its tokens

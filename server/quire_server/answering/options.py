@@ -41,6 +41,7 @@ class PromptOptions:
     keep_tokens: int | None = None  # most tokens of each prompt; -1: the context length less the answer
     keep_start: bool = False  # keep the start of a prompt that is cut, else its end
     cache_salt: str = ""
+    cache_ttl: float = 0.0  # seconds for which the prompt's cached prefix is to be kept; 0: as any other
     infill: Infill | None = None  # None: continue the prompts
 
 

@@ -323,8 +323,7 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
     _refuse_too_long(source, options, state.tokenizer, limits)
     prompts, texts = await _encode_prompts(state, source, options, limits)
     sampling = resolve_sampling(options, tokenizer=state.tokenizer, limits=limits)
-    if parsing is not None:
-        sampling = replace(sampling, thinking=parsing.thinking)
+    sampling = sampling if parsing is None else replace(sampling, thinking=parsing.thinking)
     caller = caller or Caller()
     grammar, opener = await _grammar(state, options, parsing, caller.cache_scope)
     sampling = replace(sampling, grammar=grammar, thinking_opener=opener)
@@ -346,6 +345,7 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
             arrival_time=time.monotonic(),
             priority=options.priority if _is_by_priority(state) else 0,
             cache_salt=options.prompt.cache_salt,
+            cache_ttl=options.prompt.cache_ttl,
             beam=beam,
             speculates=options.speculates,
             prediction=await _prediction(state, options, limits),

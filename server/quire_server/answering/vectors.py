@@ -63,6 +63,7 @@ class VectorOptions:
     timeout: float | None = None  # seconds; None: no limit
     is_batch: bool = False  # service class batch
     cache_salt: str = ""
+    cache_ttl: float = 0.0  # as `PromptOptions.cache_ttl`
     ignored: tuple[str, ...] = ()  # names of fields that were accepted without effect
 
 
@@ -251,6 +252,7 @@ async def prepare_vectors(
             stop=StopParams(max_new_tokens=1 if options.answers else 0),
             priority=options.priority if by_priority else 0,
             cache_salt=options.cache_salt,
+            cache_ttl=options.cache_ttl,
             pooling="" if options.answers or method.name == "none" else method.name,
         )
         request = request.bound_to(adapter)

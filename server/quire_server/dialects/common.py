@@ -299,6 +299,8 @@ ModelName = Annotated[str, Field(max_length=256)]
 ServiceTier = Annotated[str, Field(max_length=64)]
 RequestName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 CacheSalt = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]{1,256}$")]
+MAX_CACHE_TTL = 86_400  # seconds
+CacheTtl = Annotated[float, Field(gt=0, le=MAX_CACHE_TTL, allow_inf_nan=False)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[
     Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] | None,
@@ -369,6 +371,7 @@ class ServingFields(WireModel):
     priority: Int64 | None = Field(None, description="lower is earlier, under the priority policy")
     timeout: Timeout | None = Field(None, description="seconds; unfinished by then, it ends with 504")
     cache_salt: CacheSalt | None = Field(None, description="requests with different salts share no cached prefix")
+    cache_ttl: CacheTtl | None = Field(None, description="seconds for which the prompt's cached prefix is kept")
 
 
 class DecodingFields(SamplingFields):

@@ -71,7 +71,7 @@ def generation_options(
             add_special_tokens=add_special_tokens,
             keep_tokens=fields.truncate_prompt_tokens,
             keep_start=fields.truncation_side == "right",
-            **_given(cache_salt=fields.cache_salt),
+            **_given(cache_salt=fields.cache_salt, cache_ttl=fields.cache_ttl),
         ),
         sampling=SamplingOptions(
             **fields.given_numbers(),

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from quire_engine.config import EnginePlan
 from quire_engine.drafts import MOST_DRAFTS
-from quire_engine.types import NO_DRAFT_CAUSES, PREEMPTION_CAUSES, TRANSFER_EVENTS, WAIT_REASONS, EngineStats
+from quire_engine.types import NO_DRAFT_CAUSES, PREEMPTION_CAUSES, TRANSFER_EVENTS, WAIT_REASONS, EngineStats, PinEvent
 from quire_server.metrics.metric_values import Counter, Values
 from quire_server.metrics.prefill_cost import PrefillCost
 from quire_server.metrics.samples import Window
@@ -57,6 +57,7 @@ def token_bounds(largest: int) -> tuple[int, ...]:
 
 
 KEPT_EVENTS = ("written", "read", "dropped", "refused")
+PIN_EVENTS: tuple[PinEvent, ...] = ("pinned", "refused", "expired", "evicted")
 DIRECTIONS: tuple[Literal["sent", "received"], ...] = ("sent", "received")
 
 
@@ -286,7 +287,12 @@ class EngineMetrics:
             ("state",),
             children=[("used",), ("cached",), ("free",)],
         )
-        self.kept, self.transfers, self.ranks = KeptMetrics(values), TransferMetrics(values), RankMetrics(values)
+        self.kept, self.transfers, self.ranks, self.pins = (
+            KeptMetrics(values),
+            TransferMetrics(values),
+            RankMetrics(values),
+            PinMetrics(values),
+        )
         self.query_tokens = values.counter(
             "quire_prefix_cache_query_tokens",
             "Prompt tokens looked up in the prefix cache.",
@@ -374,6 +380,7 @@ class EngineMetrics:
             _Total(self.swapped_bytes, "out"),
             _Total(self.swapped_bytes, "in"),
             *(_Total(self.kept.events, event) for event in KEPT_EVENTS),
+            *(_Total(self.pins.events, event) for event in PIN_EVENTS),
             *(_Total(self.transfers.events, event) for event in TRANSFER_EVENTS),
             *(_Total(self.transfers.bytes, direction) for direction in DIRECTIONS),
             _Total(self.transfers.wait_seconds),
@@ -419,7 +426,7 @@ class EngineMetrics:
                 *(stats.total_preemptions_by_cause.get(cause, 0) for cause in PREEMPTION_CAUSES),
                 stats.total_swapped_out_blocks * self._bytes_per_block,
                 stats.total_swapped_in_blocks * self._bytes_per_block,
-                *(getattr(stats, f"total_kept_{event}") for event in KEPT_EVENTS),
+                *kept_totals(stats),
                 *transfer_totals(stats),
                 stats.total_prefix_query_tokens,
                 stats.total_prefix_hit_tokens,
@@ -499,6 +506,7 @@ class EngineMetrics:
         ):
             self.host_blocks.set(blocks, state)
         self.kept.show(stats, self._bytes_per_block)
+        self.pins.blocks.set(stats.blocks_pinned)
         self.transfers.leased.set(stats.leased_blocks)
         self._old_host_usage.set(stats.host_blocks_used / stats.host_blocks_total if stats.host_blocks_total else 0.0)
         looked_up = self.query_tokens.get()
@@ -540,6 +548,28 @@ class KeptMetrics:
     def show(self, stats: EngineStats, bytes_per_block: int) -> None:
         self.blocks.set(stats.kept_blocks)
         self.bytes.set(stats.kept_blocks * bytes_per_block)
+
+
+class PinMetrics:
+    """Prefixes that requests keep for a time."""
+
+    def __init__(self, values: Values) -> None:
+        self.blocks = values.gauge(
+            "quire_pinned_kv_blocks", "KV blocks, used and cached, of prefixes that requests keep for a time."
+        )
+        self.events = values.counter(
+            "quire_pinned_kv_block_events",
+            "KV blocks that were pinned for a time, or not, as their share of the pool was used up (refused), whose"
+            " time is over (expired), or that had to be evicted before that.",
+            ("event",),
+            children=[(event,) for event in PIN_EVENTS],
+        )
+
+
+def kept_totals(stats: EngineStats) -> tuple[int, ...]:
+    """The totals of KV blocks in files, then of those that are kept for a time, in the order of their metrics."""
+    in_files = (getattr(stats, f"total_kept_{event}") for event in KEPT_EVENTS)
+    return (*in_files, *(stats.total_pins.get(event, 0) for event in PIN_EVENTS))
 
 
 def transfer_totals(stats: EngineStats) -> tuple[float, ...]:

@@ -33,6 +33,7 @@ FEATURES: dict[str, dict[str, object]] = {
     "prompt_logprobs": {"prompt_logprobs": 2},
     "truncation": {"truncate_prompt_tokens": 1},
     "salt": {"cache_salt": "a"},
+    "kept": {"cache_ttl": 60},
     "ids": {"return_token_ids": True, "return_tokens_as_token_ids": True},
     "deadline": {"timeout": 10.0},
 }
@@ -78,6 +79,7 @@ def _counts(facts: Facts) -> Iterator[Case]:
         {"cache_salt": "a" * 20_000},
         {"cache_salt": "a\u0000b"},
         {"cache_salt": 1},
+        *({"cache_ttl": value} for value in (0, -1, 86_401, "5m", Raw("NaN"))),
         {"truncate_prompt_tokens": 0},
         {"truncate_prompt_tokens": -2},
         {"logit_bias": {"7": 101}},

@@ -111,6 +111,7 @@ BOUNDS = {
     "MAX_ALLOWED_TOKENS": r"`allowed_token_ids` \| {} tokens",
     "MAX_BAD_WORDS": r"`bad_words` \| {} words",
     "MAX_LOGPROB_IDS": r"`logprob_token_ids` \| {} tokens",
+    "MAX_CACHE_TTL": r"`cache_ttl` \| {} seconds",
     "MAX_PARTS_IN_ALL": r"parts, tool calls and blocks of all messages or items together \| {} ",
 }
 

@@ -524,6 +524,7 @@ def scheduling_inputs(group: Group) -> dict[str, object]:
         "service_elsewhere": request.service_elsewhere,
         "service_class": request.service_class,
         "deadline": request.deadline,
+        "cache_ttl": request.cache_ttl,
         "adapter": group.adapter,
         "num_beams": 0 if request.beam is None else request.beam.width,
     }

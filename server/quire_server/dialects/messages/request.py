@@ -27,6 +27,7 @@ from quire_server.answering.options import (
 from quire_server.dialects.common import (
     FEW_PARTS,
     CacheSalt,
+    CacheTtl,
     Int64,
     ModelName,
     SamplingFields,
@@ -49,8 +50,11 @@ _OF_ROLE = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
+_CACHE_CONTROL = "cache_control"
+DEFAULT_TTL = "5m"
+_TTL_SECONDS = {DEFAULT_TTL: 300.0, "1h": 3600.0}
 # Fields of blocks and tools for features that are always on: prefix caching, streaming of arguments.
-_NATURAL_OF_PARTS = frozenset({"cache_control", "citations", "caller", "toolset_name", "eager_input_streaming"})
+_NATURAL_OF_PARTS = frozenset({_CACHE_CONTROL, "citations", "caller", "toolset_name", "eager_input_streaming"})
 
 BlockId = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -60,6 +64,24 @@ def extras_of(model: WireModel) -> list[str]:
     return review_extras(
         {name: value for name, value in (model.model_extra or {}).items() if name not in _NATURAL_OF_PARTS}
     )
+
+
+def longest_ttl(controls: Iterable[object]) -> float:
+    """The seconds for which the last of the marked prefixes is kept; 0: none is marked. Raises BadRequest."""
+    longest = 0.0
+    for control in controls:
+        ttl = control.get("ttl", DEFAULT_TTL) if isinstance(control, dict) else None
+        if (
+            not isinstance(control, dict)
+            or control.get("type") != "ephemeral"
+            or not isinstance(ttl, str)
+            or ttl not in _TTL_SECONDS
+        ):
+            raise BadRequest(
+                f"'{_CACHE_CONTROL}' must have the type 'ephemeral', and as 'ttl' '5m' or '1h'.", param=_CACHE_CONTROL
+            )
+        longest = max(longest, _TTL_SECONDS[ttl])
+    return longest
 
 
 def _kind(value: object) -> str | None:
@@ -370,7 +392,7 @@ _UNSUPPORTED = {
     # The SDKs' own loops expect the server to keep the history; after an error with this code they send all of it.
     "thread": "each request must have the whole conversation",
 }
-_NATURAL = {"cache_control": None, "service_tier": ("auto", "standard_only"), "speed": ("standard",)}
+_NATURAL = {_CACHE_CONTROL: None, "service_tier": ("auto", "standard_only"), "speed": ("standard",)}
 
 
 def _check_thinking(value: object) -> object:
@@ -426,6 +448,7 @@ class CountTokensRequest(WireModel):
     output_format: JsonFormat | None = Field(None, description="the older name of output_config.format")
     chat_template_kwargs: dict[str, object] | None = Field(None, description="variables of the chat template")
     cache_salt: CacheSalt | None = Field(None, description="requests with different salts share no cached prefix")
+    cache_ttl: CacheTtl | None = Field(None, description="seconds for which the prompt's cached prefix is kept")
 
     @model_validator(mode="after")
     def _check_unsupported(self) -> CountTokensRequest:
@@ -452,6 +475,7 @@ class CountTokensRequest(WireModel):
                 param="messages",
                 add_special_tokens=False,  # templates write them
                 cache_salt=self.cache_salt or "",
+                cache_ttl=self.cache_ttl or longest_ttl(self._cache_controls()),
             ),
             tools=tools,
             structure=self._structure(),
@@ -459,6 +483,22 @@ class CountTokensRequest(WireModel):
             model=self.model,
             ignored=tuple(dict.fromkeys(ignored)),
         )
+
+    def _cache_controls(self) -> Iterator[object]:
+        """Every `cache_control` of the request, wherever it stands."""
+        parts: list[WireModel] = [
+            self,
+            *(self.tools or ()),
+            *(() if isinstance(self.system, str) else self.system or ()),
+        ]
+        for message in self.messages:
+            for block in message.content if not isinstance(message.content, str) else ():
+                parts.append(block)
+                if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+                    parts += block.content
+        for part in parts:
+            if part.model_extra and part.model_extra.get(_CACHE_CONTROL) is not None:
+                yield part.model_extra[_CACHE_CONTROL]
 
     def _structure(self) -> Structure | None:
         wanted, param = self.output_format, "output_format"

@@ -371,6 +371,7 @@ class ResponseRequest(DecodingFields, ServingFields):
                 add_special_tokens=_NO_SPECIAL_TOKENS,
                 keep_tokens=-1 if self.truncation == "auto" else None,
                 cache_salt=self.cache_salt or "",
+                cache_ttl=self.cache_ttl or 0.0,
             ),
             sampling=SamplingOptions(
                 **self.given_numbers(),

@@ -69,6 +69,7 @@ class VectorFields(ServingFields):
             timeout=self.timeout,
             is_batch=self.service_tier == BATCH_TIER,
             cache_salt=self.cache_salt or "",
+            cache_ttl=self.cache_ttl or 0.0,
             ignored=tuple(review_extras({"service_tier": self.service_tier} | (self.model_extra or {}))),
         )
 

@@ -40,7 +40,7 @@ OTHERS: dict[str, object] = {
     "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}, "guided_json": {},
     "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": "start: /a/", "guided_json_object": True,
     "json_schema": "{}", "regex": "a", "ebnf": 'root ::= "a"', "grammar": 'root ::= "a"',
-    "priority": 1, "timeout": 2.5, "service_tier": "flex", "cache_salt": "s", "request_id": "r",
+    "priority": 1, "timeout": 2.5, "service_tier": "flex", "cache_salt": "s", "cache_ttl": 60, "request_id": "r",
     "use_beam_search": True, "beam_width": 2, "length_penalty": 0.5, "early_stopping": "never",
 }  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "get_time"}}]

@@ -134,6 +134,20 @@ def test_blocks_kept_in_files_and_what_became_of_others():
     assert (scrape("quire_kept_kv_blocks"), scrape("quire_kept_kv_bytes")) == (9, 9 * 1024)
 
 
+def test_blocks_of_prefixes_that_are_kept_for_a_time():
+    metrics = Metrics("tiny")
+    metrics.observe_plan(PLAN)
+    events = {"pinned": 7, "refused": 5, "expired": 3, "evicted": 2}
+    metrics.observe_step(busy(blocks_pinned=2, total_pins=events))
+    metrics.engine_restarted()
+    metrics.observe_step(busy(blocks_pinned=1, total_pins=events))
+    scrape = Scrape(metrics)
+    assert {event: scrape("quire_pinned_kv_block_events_total", event=event) for event in events} == {
+        event: 2 * count for event, count in events.items()
+    }
+    assert scrape("quire_pinned_kv_blocks") == 1
+
+
 def test_guesses_by_place_and_slices_without_them_by_cause():
     metrics = Metrics("tiny")
     told = {
