@@ -4,8 +4,8 @@ Promises: nothing is added up across ranks, so that where a set's columns do not
 no bit depends on the number of ranks. No op waits for the device, and a CUDA graph may hold all of them. Must not know:
 the engine, processes.
 
-Exchanges of a layer: what attention gives, x behind its projection, the gated rows, x behind their projection; and of a
-step the logits. Queries, keys and values are of the rank's own heads alone and stay where they are.
+Exchanges of a layer: what attention gives, x behind its projection, the gated rows, of experts too, x behind their
+projection; and of a step the logits. Queries, keys and values are of the rank's own heads, and stay where they are.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire_kernels.kernel_set import (
     Attend,
     GateMixed,
+    GateWide,
     GroupedInput,
     KeepSampled,
     KernelSet,
     LayerOp,
     LinearAdd,
     LinearWeight,
+    MixExperts,
     Norm,
     NormAdd,
     NormGateUp,
+    NormHold,
     NormLinear,
     Project,
     RopeWrite,
@@ -75,17 +79,14 @@ def divided(kernels: KernelSet, collective: DeviceCollective) -> KernelSet:
         is_divided=True,
         bind_layers=partial(DividedLayers, kernels, collective),
         packed_bytes=None if packed_bytes is None else lambda w: packed_bytes(_own(w)),
-        # Whole products of one call, or of rows of experts, that no rank has.
+        # Whole products of one call, which no rank has.
         bind_decodes=None,
         greedy=None,
         linear=None,
         join=None,
         adapted=None,
-        pack_router=None,
-        route=None,
         mix_experts=None,
         given_experts=None,
-        gate_rows=None,
     )
 
 
@@ -94,9 +95,8 @@ class DividedLayers:
 
     def __init__(self, ops: KernelSet, collective: DeviceCollective, program: Sequence[LayerOp]) -> None:
         self._ops, self._collective, self._program = ops, collective, program
-        unknown = {type(op).__name__ for op in program if not isinstance(op, _SERVED)}
-        if unknown:
-            raise ValueError(f"no ranks on devices compute {', '.join(sorted(unknown))}")
+        if ops.expert_halves is None and any(isinstance(op, MixExperts) for op in program):
+            raise ValueError(f"the {ops.name} kernels divide no experts among ranks")
 
     def __call__(  # noqa: PLR0912 - a branch for each op
         self, x: Tensor, kv: Sequence[Tensor], step: StepInput, adapters: StepAdapters | None = None
@@ -104,7 +104,7 @@ class DividedLayers:
         if adapters is not None:
             raise ValueError("adapters are not divided among ranks on devices")
         ops, rows = self._ops, _every(step)
-        q = y = x
+        q = y = held = x
         own: dict[Source, tuple[Tensor, int]] = {}  # the rank's columns, and the number of all
         for op in self._program:
             match op:
@@ -135,8 +135,30 @@ class DividedLayers:
                     projected = ops.norm_linear(self._whole(*own[op.source]), None, _own(op.weight))
                     y = self._whole(projected, _columns(op.weight))
                 case NormAdd():
-                    x = ops.norm_add(y, op.norm, x, op.scale)
+                    x = ops.norm_add(y if op.source == "y" else held, op.norm, x, op.scale)
+                case NormHold():
+                    held = ops.norm_add(y, op.norm, held if op.adds else torch.zeros_like(y), 1.0)
+                case MixExperts():
+                    mixed = self._mix_experts(x, op)
+                    x, y = (mixed, y) if op.to == "x" else (x, mixed)
+                case GateWide():
+                    assert ops.gate_rows is not None
+                    wide, whole = own["wide"]
+                    own["wide"] = ops.gate_rows(x, op.norm, op.weight, wide), whole
         return x
+
+    def _mix_experts(self, x: Tensor, op: MixExperts) -> Tensor:
+        """The rank's columns of every expert, then those of the sum. All ranks choose the same experts."""
+        halves, experts = self._ops.expert_halves, op.experts
+        rank, size = self._collective.rank, self._collective.size
+        assert halves is not None
+        inner, columns = columns_of(rank, size, experts.inner), columns_of(rank, size, x.shape[1])
+        width = columns.stop - columns.start
+        own = replace(experts, inner=inner.stop - inner.start, gate_up=_own(experts.gate_up), down=_own(experts.down))
+        rows = halves.first(x, op.norm, op.routing, own)
+        rows = rows._replace(within=self._whole(rows.within, experts.inner))
+        residual = x[:, columns].contiguous() if op.to == "x" else None
+        return self._whole(halves.second(rows, own, op.scale, residual, width), x.shape[1])
 
     def _linear_add(self, x: Tensor, op: LinearAdd, residual: Tensor) -> Tensor:
         """The rank's columns of the sum, rounded once as they would be by one rank, and then all."""
@@ -146,9 +168,6 @@ class DividedLayers:
 
     def _whole(self, own: Tensor, columns: int) -> Tensor:
         return _gathered(self._collective, own, columns)
-
-
-_SERVED = (NormLinear, RopeWrite, KeepSampled, Attend, GateMixed, LinearAdd, NormGateUp, Project, NormAdd)
 
 
 def _gathered(collective: DeviceCollective, own: Tensor, columns: int) -> Tensor:

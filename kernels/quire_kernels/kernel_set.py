@@ -313,6 +313,26 @@ class AdaptedOps:
     restored: Callable[[Sequence[Tensor]], AdapterSites] | None = None
 
 
+class ExpertRows(NamedTuple):
+    """What a mixture of experts has behind its first products."""
+
+    within: Tensor  # [T * k, I]: activation(gate) * up of rows and experts, by expert
+    facts: Any  # the choice, and how `within` is ordered; opaque
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertHalves:
+    """`mix_experts` in two ops, for ranks that compute some columns of each expert's matrices and gather them between.
+
+    first(x [T, H], norm, routing, experts) -> ExpertRows, of `experts.inner` columns
+    second(ExpertRows with all columns, experts, scale, residual [T, N] | None, N) -> [T, N]
+        The N columns that `experts.down` gives: it has [E * expert_rows(N)] rows.
+    """
+
+    first: Callable[[Tensor, Norm | None, Routing, ExpertMatrices], ExpertRows]
+    second: Callable[[ExpertRows, ExpertMatrices, float, Tensor | None, int], Tensor]
+
+
 # In the records of products, `site` is the number by which adapters know the product; None: none adds to it.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormLinear:
@@ -607,6 +627,7 @@ class KernelSet:
     route: Callable[[Tensor, Routing, int], tuple[Tensor, Tensor, Tensor]] | None = None
     mix_experts: Callable[[Tensor, Norm | None, Routing, ExpertMatrices, float, Tensor | None], Tensor] | None = None
     given_experts: Callable[[Tensor, Tensor, Tensor, ExpertMatrices], Tensor] | None = None
+    expert_halves: ExpertHalves | None = None  # without them ranks on devices compute no experts
     gate_rows: Callable[[Tensor, Norm | None, LinearWeight, Tensor], Tensor] | None = None
     choose: Callable[[Tensor, ChoiceRows], tuple[Tensor, Tensor, Tensor]] | None = None
     attention_scratch: Callable[[int, int, int, int], int] | None = None

@@ -65,7 +65,7 @@ def test_what_ranks_on_gpus_serve(gpus):
             "the reference kernels are not divided among ranks on GPUs; set kernels to",
         ),
         ({}, {"implementation": "transformers"}, "the model is computed by transformers' code"),
-        ({}, {"family": "qwen3_moe"}, "mixtures of experts are divided among ranks on a CPU only"),
+        ({}, {"family": "qwen3_moe"}, "the experts of these kernels are not divided among ranks on GPUs"),
         ({}, {"family": "olmo2"}, "norms of all heads together are divided among ranks on a CPU only"),
         ({"enable_lora": True}, {}, "adapters are computed by ranks on a CPU only; set enable_lora to false"),
         ({"swap_space": 1 << 30}, {}, "ranks on GPUs have no swap space; set swap_space to 0"),

@@ -10,12 +10,14 @@ expert, and ends at once where there are none.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire_kernels.kernel_set import ExpertMatrices, Norm, Routing, expert_rows
+from quire_kernels.kernel_set import ExpertMatrices, ExpertRows, Norm, Routing, expert_rows
 from quire_kernels.reference.linear import Linear
 from quire_kernels.triton.activation import activated
 from quire_kernels.triton.norm import rms_norm
@@ -243,6 +245,15 @@ def sum_kernel(  # noqa: PLR0917
     tl.store(out + row * width + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
+class _Choice(NamedTuple):
+    """The experts of rows, and their pairs by expert."""
+
+    chosen: Tensor  # [T, k] int32
+    weights: Tensor  # [T, k] float32
+    order: Tensor  # [T * k] int32
+    starts: Tensor  # [E + 1] int32
+
+
 class ExpertOps:
     """The ops of a kernel set on mixtures of experts. `same_tiles`: tiles of one height, for any number of rows."""
 
@@ -279,6 +290,34 @@ class ExpertOps:
             gate_rows_kernel[grid](wide, logits, wide, width, BLOCK=_COLUMNS, num_warps=4)
         return wide
 
+    def first(self, x: Tensor, norm: Norm | None, routing: Routing, experts: ExpertMatrices) -> ExpertRows:
+        rows = x.contiguous() if norm is None else rms_norm(x, norm)
+        _, index, weights = _routed(rows if routing.norm is None else x, routing, experts.count)
+        return self._first(rows, index, weights, experts)
+
+    def second(
+        self, rows: ExpertRows, experts: ExpertMatrices, scale: float, residual: Tensor | None, width: int
+    ) -> Tensor:
+        """The columns of `experts.down`, in residual's memory if there is one."""
+        within, choice = rows.within, rows.facts
+        top_k, count, inner = choice.chosen.shape[1], experts.count, within.shape[1]
+        num_rows, down = len(choice.chosen), experts.down
+        _check(down, (count * expert_rows(width), inner), within)
+        out = within.new_empty(num_rows, width) if residual is None else residual
+        if not num_rows:
+            return out
+        tiles = self._tiles(len(within), count)
+        outputs = within.new_empty(len(within), width)
+        down_kernel[triton.cdiv(width, tiles["BLOCK_N"]), count](
+            within, down.weight, down.bias, outputs, choice.order, choice.starts, inner, width, expert_rows(width),
+            HAS_BIAS=down.bias is not None, **tiles,
+        )  # fmt: skip
+        sum_kernel[num_rows, triton.cdiv(width, _COLUMNS)](
+            outputs, choice.chosen, choice.weights, residual, out, count, width, float(scale),
+            TOP_K=top_k, HAS_RESIDUAL=residual is not None, BLOCK=_COLUMNS, num_warps=4,
+        )  # fmt: skip
+        return out
+
     def _sums(  # noqa: PLR0917 - what a mixture takes
         self,
         x: Tensor,
@@ -289,40 +328,34 @@ class ExpertOps:
         residual: Tensor | None,
     ) -> Tensor:
         """x [T, H], index [T, k] int32, weights [T, k] float32 -> [T, H], in residual's memory if there is one."""
+        return self.second(self._first(x, index, weights, experts), experts, scale, residual, x.shape[1])
+
+    def _first(self, x: Tensor, index: Tensor, weights: Tensor, experts: ExpertMatrices) -> ExpertRows:
         (num_rows, width), top_k, count, inner = x.shape, index.shape[1], experts.count, experts.inner
-        _check(x, experts)
-        out = torch.empty_like(x) if residual is None else residual
-        if not num_rows:
-            return out
-        pairs = num_rows * top_k
+        gate_up, pairs = experts.gate_up, num_rows * top_k
+        _check(gate_up, (2 * count * expert_rows(inner), width), x)
         order = torch.empty(pairs, dtype=torch.int32, device=x.device)
         starts = torch.empty(count + 1, dtype=torch.int32, device=x.device)
-        group_kernel[(count + 1,)](index, order, starts, pairs, PAIRS=_PAIRS, num_warps=4)
+        within = x.new_empty(pairs, inner)
+        if num_rows:
+            group_kernel[(count + 1,)](index, order, starts, pairs, PAIRS=_PAIRS, num_warps=4)
+            tiles = self._tiles(pairs, count)
+            gate_up_kernel[triton.cdiv(inner, tiles["BLOCK_N"]), count](
+                x, gate_up.weight, gate_up.bias, within, order, starts,
+                width, inner, expert_rows(inner), len(gate_up.weight) // 2,
+                TOP_K=top_k, HAS_BIAS=gate_up.bias is not None, ACTIVATION=experts.activation, **tiles,
+            )  # fmt: skip
+        return ExpertRows(within, _Choice(index, weights, order, starts))
+
+    def _tiles(self, pairs: int, count: int) -> dict[str, int]:
         few = not self._same_tiles and pairs <= _FEW_ROWS * count
-        tiles = {
+        return {
             "BLOCK_M": _FEW_ROWS if few else _ROWS,
             "BLOCK_N": 64 if few else 32,  # gate's sums and up's are in registers
             "BLOCK_K": _BLOCK_K,
             "STAGES": 3,
             "num_warps": 4,
         }
-        within = x.new_empty(pairs, inner)
-        gate_up, down = experts.gate_up, experts.down
-        gate_up_kernel[triton.cdiv(inner, tiles["BLOCK_N"]), count](
-            x, gate_up.weight, gate_up.bias, within, order, starts,
-            width, inner, expert_rows(inner), len(gate_up.weight) // 2,
-            TOP_K=top_k, HAS_BIAS=gate_up.bias is not None, ACTIVATION=experts.activation, **tiles,
-        )  # fmt: skip
-        outputs = x.new_empty(pairs, width)
-        down_kernel[triton.cdiv(width, tiles["BLOCK_N"]), count](
-            within, down.weight, down.bias, outputs, order, starts, inner, width, expert_rows(width),
-            HAS_BIAS=down.bias is not None, **tiles,
-        )  # fmt: skip
-        sum_kernel[num_rows, triton.cdiv(width, _COLUMNS)](
-            outputs, index, weights, residual, out, count, width, float(scale),
-            TOP_K=top_k, HAS_RESIDUAL=residual is not None, BLOCK=_COLUMNS, num_warps=4,
-        )  # fmt: skip
-        return out
 
 
 def _logits(rows: Tensor, router: Linear, count: int) -> Tensor:
@@ -360,16 +393,10 @@ def _routed(rows: Tensor, routing: Routing, count: int) -> tuple[Tensor, Tensor,
     return logits, index, weights
 
 
-def _check(x: Tensor, experts: ExpertMatrices) -> None:
-    """ValueError unless the matrices are those of such rows."""
-    width, count = x.shape[1], experts.count
-    wanted = (
-        (experts.gate_up, (2 * count * expert_rows(experts.inner), width)),
-        (experts.down, (count * expert_rows(width), experts.inner)),
-    )
-    for matrix, shape in wanted:
-        found = matrix.weight
-        if found.shape != shape or found.dtype != x.dtype or not found.is_contiguous():
-            raise ValueError(
-                f"experts of {x.dtype} rows of {width} need {list(shape)}, not {found.dtype} {list(found.shape)}"
-            )
+def _check(matrix: Linear, shape: tuple[int, int], rows: Tensor) -> None:
+    """ValueError unless it is one for such rows."""
+    found = matrix.weight
+    if found.shape != shape or found.dtype != rows.dtype or not found.is_contiguous():
+        raise ValueError(
+            f"experts of {rows.dtype} rows of {rows.shape[1]} need {list(shape)}, not {found.dtype} {list(found.shape)}"
+        )

@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire_kernels.kernel_set import Activation, ChoiceRows, KernelSet, Norm, Quantization
+from quire_kernels.kernel_set import Activation, ChoiceRows, ExpertHalves, KernelSet, Norm, Quantization
 from quire_kernels.reference import REFERENCE
 from quire_kernels.reference.linear import Linear
 from quire_kernels.triton import quantise
@@ -73,6 +73,7 @@ def make_triton_set(
         route=experts.route,
         mix_experts=experts.mix_experts,
         given_experts=experts.given_experts,
+        expert_halves=ExpertHalves(first=experts.first, second=experts.second),
         gate_rows=experts.gate_rows,
         embed=embed,
         norm_linear=linear.norm_linear,
@@ -111,6 +112,7 @@ def _quantised(kernels: KernelSet, quantization: Quantization) -> KernelSet:
         route=None,
         mix_experts=None,
         given_experts=None,
+        expert_halves=None,
         gate_rows=None,
         bind_decodes=None,
     )

@@ -80,6 +80,20 @@ def test_ranks_have_the_bits_of_one(family, sizes):
     check(shared_checkpoint(family), sizes)
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen2_moe",  # an expert of all rows, with a gate
+        pytest.param("gpt_oss", marks=pytest.mark.sim),  # biases, another activation
+        pytest.param("afmoe", marks=pytest.mark.sim),  # a gate of attention, layers without experts
+        pytest.param("gemma4_moe", marks=pytest.mark.sim),  # beside an MLP
+    ],
+)
+def test_experts_are_divided_by_columns(family):
+    """Each of every rank's, whoever chooses it."""
+    check(shared_checkpoint(family), (2,))
+
+
 def test_one_rank_that_gathers_from_itself():
     check(shared_checkpoint("qwen3"), (1,))
 

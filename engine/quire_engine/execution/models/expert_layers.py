@@ -32,6 +32,8 @@ from quire_kernels.kernel_set import (
     expert_rows,
 )
 
+SHARED = "shared_gate_up"  # the end of the place of the expert that every row has
+
 
 class ExpertLayers:
     """Makes the ops of the layers that have experts."""
@@ -70,7 +72,7 @@ class ExpertLayers:
     def _shared(self, index: int, known: ExpertsConfig, norm: Norm | None) -> Iterator[LayerOp]:
         """The expert that every row has, up to its last matrix."""
         prefix = f"model.layers.{index}."
-        name, place = f"{prefix}mlp.{known.entry.shared}.", prefix + "shared_gate_up"
+        name, place = f"{prefix}mlp.{known.entry.shared}.", prefix + SHARED
         gate, up = ([Part(f"{name}{side}_proj.weight")] for side in ("gate", "up"))
         weight = self._source.gate_up(place, gate, up, [])
         site = site_of(index, "gate_up")

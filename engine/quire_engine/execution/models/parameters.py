@@ -77,18 +77,13 @@ class Parameters:
         `memories`: of ranks on devices, of which each has its part of the matrices, and whole what is not divided; both
         sizes are then of one.
         """
-        if memories > 1:
-            whole = self.memory(itemsize, kernels, None if packed_bytes is None else memories * packed_bytes)
-            small = self.small * itemsize
-            read = -(-(whole.read - small) // memories) + small
-            return WeightMemory(total=read + self.embedding * itemsize, read=read)
         packed_bits = kernels.packed_bits
         if packed_bytes is None:
             usual = packed_bits or 8.0 * itemsize
             saved = sum(each.saved(kernels, usual) for each in self.kept(kernels))
-            packed_bytes = int((self.linear + self.head) * usual - saved) // 8
+            packed_bytes = int((self.linear + self.head) * usual - saved) // (8 * memories)
         read = packed_bytes + self.small * itemsize
-        apart = packed_bits is not None or not self.tied
+        apart = packed_bits is not None or not self.tied or memories > 1
         # All matrices alike: of a router, which is not quantised, there is little.
         experts = packed_bytes * self.experts // max(1, self.linear + self.head)
         total = read + (self._embedding_bytes(itemsize, kernels) if apart else 0)

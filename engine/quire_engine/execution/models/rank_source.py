@@ -7,13 +7,15 @@ processes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from quire_engine.execution.models.config import ModelConfig
+from quire_engine.execution.models.expert_layers import SHARED
 from quire_engine.execution.models.matrix_parts import Part, WeightSource, rows_of
 from quire_engine.ranks import Rank
-from quire_kernels.kernel_set import KernelSet, LinearWeight
+from quire_kernels.kernel_set import KernelSet, LinearWeight, expert_rows
 from quire_kernels.ranks import columns_of
 
 
@@ -40,7 +42,19 @@ class RankSource:
             return self._some(place, weights, biases, sizes[len(weights)], self._own_heads(index))
         if name == "attention_gate":
             return self._some(place, weights, biases, [queries], self._own_heads(index)[:1])
-        return self._some(place, weights, biases, [config.hidden_size], [self._own(config.hidden_size)])
+        biases = self._cut(biases, config.hidden_size)
+        return self._part_of(
+            self._source.matrix(place, self._cut(weights, config.hidden_size), biases), config.hidden_size
+        )
+
+    def gate_up(self, place: str, gate: Sequence[Part], up: Sequence[Part], biases: Sequence[Part]) -> LinearWeight:
+        experts, inner = self._config.experts, self._config.intermediate_size
+        if experts is not None and gate[0].filled:
+            inner = experts.inner
+        elif experts is not None and place.endswith(SHARED):
+            inner = experts.shared_inner
+        parts = [self._cut(each, inner) for each in (gate, up, biases)]
+        return self._part_of(self._source.gate_up(place, *parts), 2 * inner)
 
     def _some(
         self, place: str, weights: Sequence[Part], biases: Sequence[Part], sizes: Sequence[int], own: Sequence[slice]
@@ -48,16 +62,15 @@ class RankSource:
         bias = rows_of(biases, sizes, own) if biases else []
         return self._part_of(self._source.matrix(place, rows_of(weights, sizes, own), bias), sum(sizes))
 
-    def gate_up(self, place: str, gate: Sequence[Part], up: Sequence[Part], biases: Sequence[Part]) -> LinearWeight:
-        inner = self._config.intermediate_size
-        own = [self._own(inner)]
-        packed = self._source.gate_up(
-            place,
-            rows_of(gate, [inner], own),
-            rows_of(up, [inner], own),
-            [each for part in biases for each in rows_of([part], [inner], own)],
-        )
-        return self._part_of(packed, 2 * inner)
+    def _cut(self, parts: Sequence[Part], count: int) -> list[Part]:
+        """The rank's rows of each of several matrices of `count`, or of each expert's, which are filled up again."""
+        own = self._own(count)
+        filled = expert_rows(own.stop - own.start)
+        return [
+            replace(each, filled=filled if each.filled else 0)
+            for part in parts
+            for each in rows_of([part], [count], [own])
+        ]
 
     def stored_table(self, place: str, name: str) -> LinearWeight | None:
         """None: every rank has the whole table as numbers, of which the head is a part where both are one."""

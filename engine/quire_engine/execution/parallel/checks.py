@@ -66,13 +66,20 @@ def _on_devices(asked: EngineConfig, model: ModelFacts, kernels: KernelSet) -> I
     without = kernels.part_of is None
     yield without, f"the {kernels.name} kernels are not divided among ranks on GPUs; set kernels to triton"
     if isinstance(model, ModelConfig):
-        yield model.experts is not None, "mixtures of experts are divided among ranks on a CPU only; set it to 1"
+        without = model.experts is not None and kernels.expert_halves is None
+        yield without, "the experts of these kernels are not divided among ranks on GPUs; set quantization to none"
         rows = model.family.qk_norm == "row"
         yield rows, "norms of all heads together are divided among ranks on a CPU only; set it to 1"
     yield asked.enable_lora, "adapters are computed by ranks on a CPU only; set enable_lora to false"
     yield asked.swap_space > 0, "ranks on GPUs have no swap space; set swap_space to 0"
-    widths = {"hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size}
-    for name, width in {**widths, "vocab_size": model.vocab_size}.items():
+    widths = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
+    experts = model.experts if isinstance(model, ModelConfig) else None
+    if experts is None or not all(experts.layers):
+        widths["intermediate_size"] = model.intermediate_size
+    if experts is not None:
+        widths["size of an expert"] = experts.inner
+        widths |= {"size of a shared expert": experts.shared_inner} if experts.shared_inner else {}
+    for name, width in widths.items():
         yield widest_share(size, width) * (size - 1) >= width, f"a {name} of {width} leaves a rank without columns"
 
 
