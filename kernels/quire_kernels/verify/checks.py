@@ -83,7 +83,10 @@ def linear_checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
     numbers: tuple[Numbers, ...] = ("exact", "normal")
     for matrix in (*sizes.matrices, *_OTHER_MATRICES):
         for kind in numbers:
-            yield from LinearChecks(subject, matrix, kind, ROWS).checks()
+            of_matrix = LinearChecks(subject, matrix, kind, ROWS)
+            yield from of_matrix.checks()
+            if subject.kernels.part_of is not None:
+                yield from of_matrix.column_checks()
     yield from StoredChecks(subject, ROWS).checks()
     if subject.kernels.mix_experts is not None:
         for experts in (*([sizes.experts.cut()] if sizes.experts else ()), *_OTHER_EXPERTS):

@@ -12,6 +12,7 @@ from quire_kernels.verify import layers
 from quire_kernels.verify.checks import ModelSizes, short_checks
 from quire_kernels.verify.findings import Subject
 from quire_kernels.verify.heads import Heads
+from quire_kernels.verify.linear import LinearChecks, Matrix
 from quire_kernels.verify.watch import run_checks
 from support.guarded import DEVICE
 
@@ -35,6 +36,25 @@ def test_layers_of_decodes_are_held_to_single_ops(kv_type, monkeypatch):
 
     subject = replace(subject, kernels=replace(kernels, bind_decodes=wrong))
     assert "are allowed" in layers.decodes_check(subject, HEADS, hidden=64, inner=96).run().problem
+
+
+def test_columns_of_a_rank_are_held_to_the_whole_matrix():
+    """A tile's width that follows from the rank's own columns, with sums that follow from the tile, is found."""
+
+    def found(subject: Subject) -> dict[str, tuple[str, bool | None]]:
+        checks = LinearChecks(subject, Matrix(outputs=200, inputs=64), "normal", (3, 70)).column_checks()
+        return {check.op: (outcome.problem, outcome.alone) for check in checks for outcome in [check.run()]}
+
+    kernels = make_triton_set(deterministic=True)
+    subject = Subject(kernels=kernels, device=DEVICE, dtype=torch.bfloat16, alone=True)
+    assert found(subject) == {"norm_linear": ("", True), "norm_gate_up": ("", True)}
+
+    def wrong(x, norm, w):
+        return kernels.norm_linear(x, norm, w) * (1 + w.of / 1000)
+
+    planted = replace(kernels, norm_linear=wrong)
+    assert "columns" in found(replace(subject, kernels=planted))["norm_linear"][0]
+    assert found(replace(subject, kernels=planted, alone=False))["norm_linear"] == ("", False)
 
 
 @pytest.mark.sim
