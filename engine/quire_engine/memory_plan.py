@@ -215,6 +215,7 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
             f"{bytes_text(plan.kv_bytes)} = {scheduler.num_blocks:,} blocks of {bytes_text(plan.bytes_per_block)}"
             f" = {plan.kv_tokens:,} tokens of {bytes_text(bytes_per_token)}{_window_text(scheduler)}",
         ),
+        *_rank_lines(plan),
         *_swap_lines(plan),
         *_kept_lines(plan),
         *([("speculation", plan.speculation)] if plan.speculation else []),
@@ -252,6 +253,15 @@ def _variant_lines(plan: EnginePlan) -> list[tuple[str, str]]:
     if plan.cpu_variant is None:
         return []
     return [("instructions", plan.cpu_variant + (f": {plan.why_cpu_variant}" if plan.why_cpu_variant else ""))]
+
+
+def _rank_lines(plan: EnginePlan) -> list[tuple[str, str]]:
+    """What each rank holds, where ranks have memories of their own."""
+    ranks = plan.tensor_parallel_size
+    if plan.device == "cpu" or ranks == 1:
+        return []
+    own, pool = bytes_text(plan.weights_bytes // ranks), bytes_text(plan.kv_bytes // ranks)
+    return [("each rank", f"a GPU with {own} of weights and {pool} of the KV cache")]
 
 
 def _swap_lines(plan: EnginePlan) -> list[tuple[str, str]]:

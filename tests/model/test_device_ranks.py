@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from quire_engine.build import plan_text, resolve_plan
 from quire_engine.config import EngineConfig
 from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.execution.models.config import load_model_config
@@ -98,6 +99,13 @@ def test_weights_of_a_rank_are_its_part_of_the_matrices_and_all_else():
     matrices = alone.read - small
     assert (half.read, half.total) == (matrices // 2 + small, matrices // 2 + small + embedding)
     assert parameters.memory(2, REFERENCE, 1000, memories=2).read == 1000 + small
+
+
+def test_the_plan_tells_what_each_rank_holds():
+    plan = resolve_plan(asked(tensor_parallel_size=1, device="cpu", kernels="reference", kv_memory=4 << 20))
+    assert "each rank" not in plan_text(plan)
+    two = replace(plan, device="cuda", tensor_parallel_size=2, weights_bytes=6 << 30, kv_bytes=3 << 30)
+    assert "each rank        a GPU with 3.00 GiB of weights and 1.50 GiB of the KV cache" in plan_text(two)
 
 
 def test_messages_come_whole_or_not_at_all():
