@@ -114,7 +114,10 @@ def run(story: Story, size: int, *, mixed_rows: int, wrap: Callable[[Any], Any] 
     return in_turns(size, each)
 
 
-@pytest.mark.parametrize(("size", "mixed_rows"), [(2, 512), (2, 0), (4, 512), (1, 512)])
+@pytest.mark.parametrize(
+    ("size", "mixed_rows"),
+    [(2, 512), (4, 512), *(pytest.param(size, rows, marks=pytest.mark.matrix) for size, rows in ((2, 0), (1, 512)))],
+)
 def test_every_step_has_the_bits_of_one_rank(size, mixed_rows):
     """Of graphs too, one step ahead of the tokens; four ranks have the two heads of keys twice."""
     (replays, kv), *others = run(story_of(told), size, mixed_rows=mixed_rows)

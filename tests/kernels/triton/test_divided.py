@@ -68,7 +68,7 @@ def check(path: Path, sizes: tuple[int, ...], make: Make = plain) -> None:
     ("family", "sizes"),
     [
         ("qwen3", (2, 4)),  # norms of heads; two heads of keys, each twice where ranks are four
-        ("qwen2", (2,)),  # biases
+        pytest.param("qwen2", (2,), marks=pytest.mark.sim),  # biases
         pytest.param("gemma2", (2,), marks=pytest.mark.sim),  # projections that are normed and then added
         pytest.param("granite", (2,), marks=pytest.mark.sim),  # a scale of what is added
         pytest.param("phi3", (2,), marks=pytest.mark.sim),  # stored in one
@@ -94,6 +94,7 @@ def test_experts_are_divided_by_columns(family):
     check(shared_checkpoint(family), (2,))
 
 
+@pytest.mark.sim
 def test_one_rank_that_gathers_from_itself():
     check(shared_checkpoint("qwen3"), (1,))
 
@@ -111,7 +112,8 @@ def test_ranks_of_other_formats_have_the_bits_of_one(make):
     check(shared_checkpoint("qwen3"), (2,), make)
 
 
-@pytest.mark.parametrize("name", ["gptq", pytest.param("fp8 by row", marks=pytest.mark.sim)])
+@pytest.mark.sim
+@pytest.mark.parametrize("name", ["gptq", "fp8 by row"])
 def test_matrices_are_divided_as_they_are_stored(name, tmp_path):
     check(make_quantised(tmp_path, FORMS[name])[0], (2,))
 
