@@ -215,9 +215,7 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
             f"{bytes_text(plan.kv_bytes)} = {scheduler.num_blocks:,} blocks of {bytes_text(plan.bytes_per_block)}"
             f" = {plan.kv_tokens:,} tokens of {bytes_text(bytes_per_token)}{_window_text(scheduler)}",
         ),
-        *_rank_lines(plan),
-        *_swap_lines(plan),
-        *_kept_lines(plan),
+        *(line for lines in (_rank_lines, _swap_lines, _kept_lines) for line in lines(plan)),
         *([("speculation", plan.speculation)] if plan.speculation else []),
         *([("draft model", f"{plan.draft_model}, {bytes_text(plan.draft_bytes)}")] if plan.draft_model else []),
         *_adapter_lines(plan),
