@@ -438,7 +438,7 @@ def _make_executor(  # noqa: PLR0917 - the parts of an engine
     surviving: SurvivingPool | None,
 ) -> tuple[Executor, float, tuple[bytes, ...], PrefixFiles | None, KVTransfer | None]:
     """The executor, the time of a block's copy to the host or from it, what host blocks hold from before, files, and
-    the transfer of blocks. `ranks`: the others, which have parts of all blocks, or how they are told on devices.
+    the transfer of blocks. `ranks`: the others, which have parts of all blocks, or the messages to them on devices.
     `surviving`: memory for the pool.
     """
     kernels, device, limits = resolved.kernels, resolved.device, resolved.asked.limits

@@ -84,7 +84,7 @@ class DeviceRank:
         return pool_bytes
 
     def follower(self, *, num_blocks: int, max_model_len: int) -> DeviceFollower:
-        """What rank 0's runner leads, with a pool for so many blocks that are scheduled."""
+        """The follower of rank 0's runner, with a pool for so many blocks that are scheduled."""
         resolved, device = self._resolved, self._resolved.device
         assert self._collective is not None
         assert self._decoder is not None

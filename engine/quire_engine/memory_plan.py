@@ -254,7 +254,7 @@ def _variant_lines(plan: EnginePlan) -> list[tuple[str, str]]:
 
 
 def _rank_lines(plan: EnginePlan) -> list[tuple[str, str]]:
-    """What each rank holds, where ranks have memories of their own."""
+    """The memory of each rank, where ranks have memories of their own."""
     ranks = plan.tensor_parallel_size
     if plan.device == "cpu" or ranks == 1:
         return []

@@ -53,7 +53,7 @@ class OwnColumns(NamedTuple):
 
 def divided(kernels: KernelSet, collective: DeviceCollective) -> KernelSet:
     """The set for one rank, whose programs `bind_layers` runs. The matrices that it is given to pack are the rank's own
-    rows of each, of queries, keys and values the heads, of all others `columns_of`; `part_of` is told of all of them.
+    rows of each, of queries, keys and values the heads, of all others `columns_of`; `part_of` gets all of them.
 
     Raises ValueError for a set that cannot be divided so.
     """

@@ -314,7 +314,7 @@ class AdaptedOps:
 
 
 class ExpertRows(NamedTuple):
-    """What a mixture of experts has behind its first products."""
+    """Rows of a mixture of experts behind its first products."""
 
     within: Tensor  # [T * k, I]: activation(gate) * up of rows and experts, by expert
     facts: Any  # the choice, and how `within` is ordered; opaque

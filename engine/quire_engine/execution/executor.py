@@ -236,7 +236,7 @@ def staging_blocks_for(kernels: KernelSet, device: torch.device, bytes_per_block
 def runner_limits(
     kernels: KernelSet, limits: SchedulerLimits, *, max_model_len: int, num_blocks: int, drafts: bool
 ) -> RunnerLimits:
-    """What a GPU's runner, and every rank that follows it, has memory for; as for `make_executor`."""
+    """The sizes of a GPU's runner and of every rank that follows it; the arguments are those of `make_executor`."""
     return RunnerLimits(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,

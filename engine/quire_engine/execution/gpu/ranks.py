@@ -1,8 +1,8 @@
 """Ranks on devices: rank 0's runner tells the others each piece of work, and they issue the same to their devices.
 
 Promises: every rank issues the same exchanges in the same order. Rank 0 alone chooses tokens; the ids reach the others
-from device to device. An error inside a body ends the ranks, one between bodies harms nobody. Must not know: processes,
-sampling.
+from device to device. An error inside a body ends the ranks, one between bodies harms no other request. Must not know:
+processes, sampling.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def encode(what: str, numbers: Sequence[Any] = (), sections: Mapping[str, array[
 
 
 def decode(data: bytes) -> tuple[str, list[Any], dict[str, array[int]]]:
-    """What `encode` has encoded."""
+    """The name, numbers and arrays that `encode` was given."""
     at = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
     what, numbers, described = json.loads(data[_LENGTH:at])
     sections: dict[str, array[int]] = {}

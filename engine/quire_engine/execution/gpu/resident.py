@@ -1,4 +1,4 @@
-"""What stays on a device between steps beside weights and pool: tables, a step's input, outcomes, graphs.
+"""The state of a device between steps beside weights and pool: tables, a step's input, outcomes, graphs.
 
 Promises: in all ranks of a model the same things lie at the same places. Must not know: sequences, processes.
 """

@@ -1,4 +1,4 @@
-"""What a GPU's runner tells the other ranks of a model before it issues work to its own device. Alone it tells nobody.
+"""Messages of a GPU's runner to the other ranks of a model, each before work that it issues to its own device.
 
 Must not know: processes, sampling.
 """
@@ -21,7 +21,7 @@ class Told(Protocol):
     """Each call is for work that follows it, in the order of the calls. Around a body all ranks compute together."""
 
     def sent(self, sections: Mapping[str, array[int]]) -> None:
-        """What a step takes, or changes of tables."""
+        """Sections of a step, or changes of tables."""
         ...
 
     def hidden(self, query_lens: Sequence[int], kv_lens: Sequence[int], counts: Sequence[int]) -> Body:

@@ -58,7 +58,7 @@ def check_kept(size: int, replaced_ops: Sequence[str]) -> None:
 
 
 def _on_devices(asked: EngineConfig, model: ModelFacts, kernels: KernelSet) -> Iterator[tuple[bool, str]]:
-    """What ranks on GPUs need, which have memories of their own, and the reason where it is not there."""
+    """Whether something is missing that ranks on GPUs need, which have memories of their own, and the reason."""
     size, count = asked.tensor_parallel_size, torch.cuda.device_count()
     yield count < size, f"torch finds {count} GPU{'' if count == 1 else 's'} here; set it to at most {max(1, count)}"
     has_nccl = dist.is_available() and dist.is_nccl_available()

@@ -1,7 +1,7 @@
 """The other ranks of an engine as child processes, one device each, which follow rank 0's runner.
 
-Owns the children, the pipes through which they are told, and their meeting point. Promises: when a child ends before it
-is told to, so does this process, also while its device waits for the child's. Must not know: sequences.
+Owns the children, the pipes of messages to them, and their meeting point. Promises: when a child ends before its last
+message, so does this process, also while its device waits for the child's. Must not know: sequences.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class DeviceRanks:
         return min(pool_bytes, *map(int, self._children.replies()))
 
     def begin(self, *, num_blocks: int, max_model_len: int) -> DeviceLeader:
-        """How the others are told, once they have their pools. Raises ModelLoadError."""
+        """The leader of the others, once they have their pools. Raises ModelLoadError."""
         self._children.tell_all({"num_blocks": num_blocks, "max_model_len": max_model_len})
         self._children.replies()
         self._leader = DeviceLeader(self._collective, self._children.send)
@@ -108,7 +108,7 @@ class DeviceRanks:
 
 
 class Children:
-    """Child processes that are told lines of JSON, then messages, and that reply in lines."""
+    """Child processes that read lines of JSON, then messages, and that reply in lines."""
 
     def __init__(self, commands: Sequence[Sequence[str]], shares: Sequence[CoreShare]) -> None:
         """`shares`: the cores of each, or none. Raises OSError."""
@@ -180,7 +180,7 @@ def _command(rank: int) -> list[str]:
 
 
 def _watch(rank: int, pid: int, ended: threading.Event) -> None:
-    """The kernels of a device wait for a lost one without end, and so does whoever waits for them."""
+    """End this process with a child: kernels of a device wait for a lost one without end, and so would this process."""
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:  # this process has noticed by itself
