@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 has another name for it.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _WHOLE = 16  # columns: addresses of their values are multiples of what kernels load at once
 
 
@@ -124,8 +122,10 @@ class TorchDistributed:
 
     def parts(self, own: Tensor) -> Tensor:
         found = own.new_empty(self.size, *own.shape)
+        # torch 2.13 has another name for it, and says so wherever the old one is used.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         try:
-            _all_gather(found.view(-1), own.view(-1), group=self._group)
+            gather(found.view(-1), own.view(-1), group=self._group)
         except RuntimeError as error:
             raise RankLost(f"rank {self.rank} has lost another one: {error}") from error
         return found
