@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from io import BytesIO
@@ -126,6 +127,7 @@ def test_a_child_that_ends_at_its_start_is_named():
     children.tell_all({"a": 1})
     with pytest.raises(ModelLoadError, match="rank 2 of 3 has ended at its start"):
         children.replies()
+    os.waitid(os.P_PID, children.pids[1], os.WEXITED | os.WNOWAIT)  # its end of the pipe is closed
     with pytest.raises(RankLost, match="of the model has ended"):
         children.send(b"more")
     children.end()
