@@ -129,8 +129,9 @@ models-test: $(VENV)/.dev
 
 # Models that two and four processes compute, in every format of weights and pool, and a server whose rank is killed; five minutes.
 rank-test: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/model/test_ranks.py tests/kernels/test_cpu_ranks.py tests/e2e/test_ranks.py \
-	  tests/model/test_gpu_ranks.py tests/model/test_device_ranks.py tests/e2e/test_device_ranks.py $(ARGS)
+	$(BIN)/python -m pytest tests/model/test_ranks.py tests/model/test_fallback_ranks.py tests/kernels/test_cpu_ranks.py \
+	  tests/e2e/test_ranks.py tests/model/test_gpu_ranks.py tests/model/test_device_ranks.py tests/e2e/test_device_ranks.py \
+	  $(ARGS)
 
 # A cluster of Ray on this machine, in an environment of its own over ours: lost nodes and actors, an update; five minutes.
 ray-test: $(VENV)/.dev .venv-ray/.complete

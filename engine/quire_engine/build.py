@@ -49,7 +49,7 @@ from quire_engine.execution.executor import (
 )
 from quire_engine.execution.gpu.ranks import DeviceLeader
 from quire_engine.execution.kernel_checks import checked_here, select_kernels
-from quire_engine.execution.kv_storage import KVStorage, block_bytes
+from quire_engine.execution.kv_storage import KVStorage, block_bytes, pool_blocks
 from quire_engine.execution.kv_transfer import KVTransfer, open_transfer
 from quire_engine.execution.loading import Loading
 from quire_engine.execution.memory import PoolMemory, pool_memory
@@ -64,12 +64,12 @@ from quire_engine.execution.parallel.checks import check_kept, check_ranks
 from quire_engine.execution.parallel.devices import DeviceRanks
 from quire_engine.execution.parallel.model import Leader
 from quire_engine.execution.parallel.processes import RankProcesses
-from quire_engine.execution.pool_rows import PoolRows
+from quire_engine.execution.pool_rows import BlockForm, PoolRows
 from quire_engine.execution.prefix_files import PrefixFiles, open_prefix_files
 from quire_engine.execution.progress import Tell, tell_nobody
 from quire_engine.execution.runner import Runner
 from quire_engine.execution.surviving_pool import SurvivingPool, held_bytes, open_surviving
-from quire_engine.kv_groups import KVLayout, kv_groups, kv_layout, most_blocks, one_group
+from quire_engine.kv_groups import KVLayout, kv_groups, most_blocks, one_group
 from quire_engine.limits import SchedulerConfig
 from quire_engine.machine import CoreShare, available_memory, core_shares, run_on, usable_cores
 from quire_engine.memory_plan import (
@@ -80,7 +80,7 @@ from quire_engine.memory_plan import (
     plan_text,
     size_pool,
 )
-from quire_engine.ranks import ALONE, Rank, heads_of_rank, with_threads
+from quire_engine.ranks import ALONE, Rank, with_threads
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculate, Speculation
 from quire_kernels.kernel_set import KernelSet
@@ -138,6 +138,7 @@ class Resolved:
     memory: PoolMemory
     layout: KVLayout  # of this rank's pool
     bytes_per_block: int  # of all ranks
+    form: BlockForm  # of a block outside of the pool
     num_host_blocks: int
     num_staging_blocks: int  # of the pool, for swaps
     num_kept_blocks: int  # in files at most, of a pool in host memory
@@ -167,9 +168,10 @@ class Resolved:
 
         `checkpoint`: the model's name on all machines, instead of the one of its files here.
         """
-        geometry = (self.model.num_layers, self.model.kv_heads, self.asked.limits.block_size, self.bytes_per_block)
+        size = self.form.num_bytes if self.form.parts else self.bytes_per_block
+        geometry = (self.model.num_layers, self.model.kv_heads, self.asked.limits.block_size, size)
         own, *others = self.numerics
-        parts = [] if self.rank.size == 1 else [f"{self.rank.size} ranks"]  # a block has a part of each
+        parts = [] if self.form.parts else [f"{self.rank.size} ranks"]  # a block has a part of each
         return repr((*geometry, checkpoint or own, *others, *parts)).encode()
 
     @property
@@ -264,6 +266,7 @@ class Resolved:
             weights_bytes=self.weights.total * self.memories,
             kv_bytes=pool.num_blocks * self.bytes_per_block,
             bytes_per_block=self.bytes_per_block,
+            kv_copies=self.bytes_per_block / self.form.num_bytes,
             load_seconds=load_seconds,
             scheduler=self._scheduler(pool, swap_seconds),
             quantization=asked.quantization,
@@ -356,7 +359,7 @@ def build(
     drafter, decoder = _with_drafter(resolved, pool, tell, decoder)
     if ranks is not None:
         sizes = {"num_blocks": pool.num_blocks, "block_bytes": resolved.bytes_per_block // resolved.rank.size}
-        decoder = ranks.begin(decoder, **sizes, positions=memory.positions(pool))
+        decoder = ranks.begin(decoder, **sizes, positions=memory.positions(pool), has_states=bool(resolved.kept_bytes))
     leader = None if devices is None else devices.begin(num_blocks=pool.num_blocks, max_model_len=pool.max_model_len)
     grammars = _make_grammars(config, resolved.model.vocab_size)
     adapters = make_adapters(resolved.asked, resolved.model, resolved.kernels)
@@ -450,7 +453,7 @@ def _make_executor(  # noqa: PLR0917 - the parts of an engine
     dtype, memory = resolved.dtype, None if surviving is None else surviving.memory
     model = resolved.model
     kv = KVStorage(kernels, model, num_blocks, size, dtype, device, layout=layout, on_copy=on_copy, memory=memory)
-    rows = PoolRows(kv.tensor, *(ranks.pools if isinstance(ranks, RankProcesses) else ()))
+    rows = PoolRows(kv.tensor, *(ranks.pools if isinstance(ranks, RankProcesses) else ()), form=resolved.form)
     executor = make_executor(
         decoder,
         kernels,
@@ -578,8 +581,7 @@ def resolve(
     weights = parameters.memory(dtype.itemsize, kernels, memories=memories)
     if device.type == "cpu" and not kernels.own_threads and config.num_threads is None:
         num_threads = torch_threads(weights.total)
-    layout = _layout(config, model, device)
-    bytes_per_block = block_bytes(kernels, model, config.limits.block_size, dtype, layout) * ranks
+    layout, bytes_per_block, form = pool_blocks(config, found, kernels, dtype, device)
     num_host_blocks = _host_blocks(config, bytes_per_block, device)
     kept = kept_blocks(config, HEADER_BYTES + bytes_per_block, device.type, found.state_bytes, layout.windows)
     staging = staging_blocks_for(kernels, device, bytes_per_block, num_host_blocks)
@@ -596,12 +598,13 @@ def resolve(
         num_threads=num_threads,
         parameters=parameters,
         weights=weights,
-        kept_bytes=found.state_bytes * config.limits.max_num_seqs,
+        kept_bytes=found.state_bytes * config.limits.max_num_seqs * ranks,
         memory=pool_memory(
             config, model, kernels, dtype=dtype, device=device, layout=layout, staging_bytes=staging * bytes_per_block
         ),
         layout=layout,
         bytes_per_block=bytes_per_block,
+        form=form,
         num_host_blocks=num_host_blocks,
         num_staging_blocks=staging,
         num_kept_blocks=kept,
@@ -682,12 +685,3 @@ def _resolve_draft(resolved: Resolved) -> Resolved:
     layout = one_group(draft.model.kv_heads)  # blocks are never given back by windows alone
     size = block_bytes(draft.kernels, draft.model, asked.limits.block_size, draft.dtype)
     return replace(draft, layout=layout, bytes_per_block=size)
-
-
-def _layout(config: EngineConfig, model: ModelFacts, device: torch.device) -> KVLayout:
-    """On a CPU windows let go of blocks. Swaps copy whole sequences, a GPU's graphs have one table of blocks, and a
-    bidirectional model reads all of a prompt's blocks in its only step."""
-    heads = heads_of_rank(model.kv_heads, config.tensor_parallel_size)
-    if device.type != "cpu" or config.swap_space or is_bidirectional(model):
-        return one_group(heads)
-    return kv_layout(heads, model.windows, model.max_position_embeddings)

@@ -233,6 +233,7 @@ class EnginePlan:
     kv_cache_dtype: KVCacheDType = "auto"
     deterministic: bool = False  # a row's bits do not depend on its batch
     tensor_parallel_size: int = 1  # ranks that compute the model together
+    kv_copies: float = 1.0  # of each token's keys and values: ranks may have the same heads, or all of them
     replaced_ops: tuple[str, ...] = ()  # ops that failed their check at start and run on the reference
     implementation: str = ""  # whose code computes the model, where it is not ours
     gpu: str = ""  # its UUID, as the driver names it; empty on a CPU

@@ -183,7 +183,6 @@ def size_pool(
 def plan_text(plan: EnginePlan, quality: str = "") -> str:
     """The plan in a few lines, for the start and --dry-run. `quality`: the measured loss by quantisation, if known."""
     scheduler, limits = plan.scheduler, plan.scheduler.limits
-    bytes_per_token = len(scheduler.windows) * plan.bytes_per_block // limits.block_size
     fits = [f"{_num_fitting(plan, scheduler.max_model_len):,} sequences of {scheduler.max_model_len:,} tokens"]
     if scheduler.max_model_len > 1024:
         fits.append(f"{_num_fitting(plan, 1024):,} of 1,024 tokens")
@@ -210,11 +209,7 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
         *([("dtype", plan.why_dtype)] if plan.why_dtype else []),
         *_variant_lines(plan),
         ("weights", f"{bytes_text(plan.weights_bytes)}{quantized}{loaded}{_read_text(plan)}"),
-        (
-            "KV cache",
-            f"{bytes_text(plan.kv_bytes)} = {scheduler.num_blocks:,} blocks of {bytes_text(plan.bytes_per_block)}"
-            f" = {plan.kv_tokens:,} tokens of {bytes_text(bytes_per_token)}{_window_text(scheduler)}",
-        ),
+        ("KV cache", _cache_text(plan)),
         *(line for lines in (_rank_lines, _swap_lines, _kept_lines) for line in lines(plan)),
         *([("speculation", plan.speculation)] if plan.speculation else []),
         *([("draft model", f"{plan.draft_model}, {bytes_text(plan.draft_bytes)}")] if plan.draft_model else []),
@@ -287,6 +282,23 @@ def _adapter_lines(plan: EnginePlan) -> list[tuple[str, str]]:
     at_once, size = plan.scheduler.limits.max_loras, bytes_text(plan.adapter_bytes)
     text = f"at most {plan.adapters} in memory, of rank {plan.max_lora_rank} or less: {size}; {at_once} run at once"
     return [("adapters", text)]
+
+
+def _cache_text(plan: EnginePlan) -> str:
+    scheduler = plan.scheduler
+    bytes_per_token = len(scheduler.windows) * plan.bytes_per_block // scheduler.limits.block_size
+    return (
+        f"{bytes_text(plan.kv_bytes)} = {scheduler.num_blocks:,} blocks of {bytes_text(plan.bytes_per_block)}"
+        f" = {plan.kv_tokens:,} tokens of {bytes_text(bytes_per_token)}{_copies_text(plan)}{_window_text(scheduler)}"
+    )
+
+
+def _copies_text(plan: EnginePlan) -> str:
+    """Where ranks share heads: how often the keys and values of a token are there."""
+    if plan.kv_copies <= 1:
+        return ""
+    why = "all heads" if plan.kv_copies == plan.tensor_parallel_size else "some heads"
+    return f", each {plan.kv_copies:.3g} times, since several ranks have {why}"
 
 
 def _window_text(scheduler: SchedulerConfig) -> str:

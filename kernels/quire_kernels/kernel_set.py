@@ -594,7 +594,11 @@ class KernelSet:
         From now on the process is one of several ranks that compute every product together, each some columns, and
         gather them. An output column does not depend on the other columns of its call, so the bits stay. The matrices
         are whole in every rank, the shapes of attention in a program are those of the rank's own heads, and so is the
-        pool. Programs are bound after this call, and run by `bind_layers` alone.
+        pool, in whose blocks heads lie one behind the other, layer after layer. Programs are bound after this call, and
+        run by `bind_layers` alone.
+    join_columns(own [T, C]) -> [T, ranks * C], or None
+        For models that no program describes, whose attention is called op by op: the columns of all ranks, in their
+        order. All ranks call it with equal shapes. Set with `join`; before that call the result is `own`.
     part_of(w, rows) -> LinearWeight, or None
         A packed matrix as some rows of one that has so many, whose product it computes as that one's: for sets that
         `divided` divides among ranks on devices. A gate-up pair has the rows of both.
@@ -635,6 +639,7 @@ class KernelSet:
     bind_layers: Callable[[Sequence[LayerOp]], BoundLayers] | None = None
     bind_decodes: Callable[[Sequence[LayerOp]], BoundDecodes | None] | None = None
     join: Callable[[Collective], None] | None = None
+    join_columns: Callable[[Tensor], Tensor] | None = None
     part_of: Callable[[LinearWeight, int], LinearWeight] | None = None
     is_divided: bool = False  # the matrices that it packs are a rank's own columns of each
     adapted: AdaptedOps | None = None  # None: adapters are refused

@@ -40,26 +40,26 @@ def alone(model: str) -> BuiltEngine:
 
 
 def test_after_a_restart_ranks_find_the_prefixes_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of so many ranks; one process has others in the same directory."""
+    """Whatever the number of ranks that wrote them: a file has a block as one process has it."""
     monkeypatch.setattr(kept_prefixes, "LEAST_TOKENS", 300)
     keeping = {**CACHING, "kv_offload_dir": str(tmp_path / "kv")}
     expected = generate(alone("bf16"), [asked("a", 5)])
-    for size, cached in ((2, 0), (2, BLOCKS * SIZE), (1, 0), (4, 0), (2, BLOCKS * SIZE)):
+    for size, cached in ((2, 0), (2, BLOCKS * SIZE), (1, BLOCKS * SIZE), (4, BLOCKS * SIZE)):
         with ranks("bf16", size, **keeping) as built:
             found = generate(built, [asked("a", 5)])
             assert found == expected
             assert found["a", 0].num_cached_tokens == cached
             assert built.store is not None
             built.store.close(5)
-    assert len([each for each in (tmp_path / "kv").iterdir() if each.is_dir()]) == 3
+    assert len([each for each in (tmp_path / "kv").iterdir() if each.is_dir()]) == 1
 
 
 class Ranks(Side):
     """Ranks whose blocks others may have."""
 
-    def __init__(self, stack: ExitStack, model: str) -> None:
+    def __init__(self, stack: ExitStack, model: str, size: int) -> None:
         transfer = KVTransferConfig(listen="127.0.0.1:0")
-        self._built = stack.enter_context(ranks(model, 2, kv_transfer=transfer, **CACHING))
+        self._built = stack.enter_context(ranks(model, size, kv_transfer=transfer, **CACHING))
         super().__init__(model)
 
     def build(self, model: str, changes: dict[str, object]) -> BuiltEngine:
@@ -67,11 +67,12 @@ class Ranks(Side):
         return self._built
 
 
-@pytest.mark.parametrize("model", ["bf16", "int8-kv"])
-def test_ranks_fetch_the_blocks_of_other_ranks(model: str) -> None:
+@pytest.mark.parametrize(("model", "sizes"), [("bf16", (2, 1)), ("bf16", (1, 2)), ("int8-kv", (2, 4))])
+def test_ranks_fetch_the_blocks_of_other_ranks(model: str, sizes: tuple[int, int]) -> None:
+    """Of another number of them too; four have each of two heads twice."""
     expected = generate(alone(model), [asked("a", 5)])["a", 0]
     with ExitStack() as stack:
-        prefill, decode = Ranks(stack, model), Ranks(stack, model)
+        prefill, decode = (Ranks(stack, model, size) for size in sizes)
         prefill.run(asked("p", 5, max_new_tokens=0))
         source = KVSource(address=prefill.address, is_computing=True, own_seconds=LONG)
         decode.run(replace(asked("a", 5), kv_source=source))

@@ -158,7 +158,6 @@ def test_a_killed_rank_ends_the_engine_s_step() -> None:
             "4 heads, and 2 of keys, are not divided among so many ranks; set it to 1, 2 or 4",
         ),
         ({"kernels": "reference"}, "the reference kernels are not divided among ranks; set kernels to cpu"),
-        ({"model_impl": "transformers"}, "the model is computed by transformers' code"),
         ({"num_threads": 1}, "with num_threads=1 not every rank has one; set tensor_parallel_size to at most 1"),
     ],
 )

@@ -13,11 +13,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quire_engine.config import EngineConfig
 from quire_engine.execution.block_files import BlockFiles
+from quire_engine.execution.models.found import FoundModel, is_bidirectional
 from quire_engine.execution.models.served import ModelFacts
 from quire_engine.execution.models.weights import pool_parts
-from quire_engine.execution.pool_rows import PoolRows, bytes_of, mapped
-from quire_engine.kv_groups import KVHeads, KVLayout, one_group
+from quire_engine.execution.pool_rows import BlockForm, HeadRows, PoolRows, bytes_of, mapped
+from quire_engine.kv_groups import KVHeads, KVLayout, KVPart, kv_layout, one_group
+from quire_engine.ranks import heads_of_rank
 from quire_kernels.kernel_set import KernelSet, PoolPart
 
 _log = logging.getLogger(__name__)
@@ -32,6 +35,47 @@ def block_bytes(
     """Bytes of one block; of all layers where no layout is given."""
     sizes = _PoolSizes.of(kernels, layout or one_group(config.kv_heads), block_size, dtype)
     return sizes.num_layers * sizes.layer_bytes
+
+
+def pool_blocks(
+    config: EngineConfig, found: FoundModel, kernels: KernelSet, dtype: torch.dtype, device: torch.device
+) -> tuple[KVLayout, int, BlockForm]:
+    """Where the keys and values of a rank lie, the bytes of a block in all ranks, and its form outside of the pools."""
+    ranks, size = config.tensor_parallel_size, config.limits.block_size
+    shares = ranks if found.divides_heads(ranks) else 1
+    own, whole = (_layout(config, found.facts, device, each) for each in (shares, 1))
+    of_rank, of_one = (block_bytes(kernels, found.facts, size, dtype, each) for each in (own, whole))
+    return own, of_rank * ranks, block_form(kernels, size, dtype, of_one, own=own, whole=whole)
+
+
+def _layout(config: EngineConfig, model: ModelFacts, device: torch.device, head_ranks: int) -> KVLayout:
+    """On a CPU windows let go of blocks. Swaps copy whole sequences, a GPU's graphs have one table of blocks, and a
+    bidirectional model reads all of a prompt's blocks in its only step."""
+    heads = heads_of_rank(model.kv_heads, head_ranks)
+    if device.type != "cpu" or config.swap_space or is_bidirectional(model):
+        return one_group(heads)
+    return kv_layout(heads, model.windows, model.max_position_embeddings)
+
+
+def block_form(  # noqa: PLR0917 - what a block is made of
+    kernels: KernelSet, block_size: int, dtype: torch.dtype, num_bytes: int, own: KVLayout, whole: KVLayout
+) -> BlockForm:
+    """A block as one process has it, `num_bytes` of all heads. `own`: the layout of a rank's pool.
+
+    Without parts where a rank's blocks have other layers than that one's, or not all blocks the same kinds of heads.
+    """
+    if own == whole:  # of one process, or every rank has all heads
+        return BlockForm(num_bytes, (HeadRows(1, 1, num_bytes),))
+    layers = [[part.num_layers for part in layout.parts] for layout in (own, whole)]
+    is_share = (own.windows, own.places, layers[0]) == (whole.windows, whole.places, layers[1])
+    if not is_share or (len(whole.windows) > 1 and len(whole.parts) > 1):
+        return BlockForm(num_bytes, ())
+
+    def head_bytes(part: KVPart) -> int:
+        return kernels.kv_block_bytes(1, 1, block_size, part.heads.width, dtype)
+
+    parts = tuple([HeadRows(part.num_layers, part.heads.number, head_bytes(part)) for part in whole.parts])
+    return BlockForm(num_bytes, parts)
 
 
 class _PoolSizes(NamedTuple):

@@ -23,6 +23,7 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _WIDTH = ("hidden_size", "n_embd", "d_model")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
 _LENGTH = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+_ALL = "transformers' code, with --model-impl transformers, holds all in each"
 _MOST_BYTES = 64 << 20  # most bytes of a config.json
 
 
@@ -67,10 +68,10 @@ class KVShape:
     def of_rank(self, size: int) -> KVShape:
         """The shape of each of `size` ranks: its share of every layer's heads, at least one. Raises ConfigError."""
         if self.values_per_token:
-            raise ConfigError("a latent of all heads is not divided among ranks")
+            raise ConfigError(f"a latent of all heads is not divided among ranks: {_ALL}")
         uneven = next((each.number for each in self.heads if each.number % size and size % each.number), 0)
         if uneven:
-            raise ConfigError(f"{uneven} KV heads are not divided among {size} ranks")
+            raise ConfigError(f"{uneven} KV heads are not divided among {size} ranks: {_ALL}")
         own = {layer: heads_of_rank((heads,), size)[0] for layer, heads in self.own_heads.items()}
         usual = heads_of_rank((KVHeads(self.kv_heads, self.head_dim),), size)[0]
         return replace(self, kv_heads=usual.number, own_heads=own)

@@ -14,7 +14,7 @@ from quire_kernels.cpu.layers import CpuLayers
 from quire_kernels.cpu.library import OnCompiled
 from quire_kernels.cpu.linear import LinearOps
 from quire_kernels.cpu.packing import KINDS, Packer, packed_form
-from quire_kernels.cpu.ranks import join
+from quire_kernels.cpu.ranks import join, join_columns
 from quire_kernels.cpu.stored import stored_bits
 from quire_kernels.cpu.topology import by_core
 from quire_kernels.kernel_set import KernelSet, Quantization
@@ -78,6 +78,7 @@ def cpu_kernel_set(
         adapted=linear.adapted,
         packed_form=packed_form(context, quantization),
         join=partial(join, context),
+        join_columns=partial(join_columns, context),
         own_threads=True,
         variant=library.quire_variant().decode(),
         why_variant=why,

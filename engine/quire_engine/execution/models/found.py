@@ -38,6 +38,10 @@ class FoundModel(Protocol):
         """The kernels with the model's own pool, where it has one."""
         ...
 
+    def divides_heads(self, size: int) -> bool:
+        """Whether ranks have a share of the heads each; otherwise each has all of them."""
+        ...
+
     def parameters(self, path: Path) -> Parameters:
         """The counts by use. Raises ModelLoadError where the files' headers are wrong."""
         ...
@@ -59,6 +63,10 @@ class NativeModel:
 
     def over(self, kernels: KernelSet) -> KernelSet:
         return kernels
+
+    def divides_heads(self, size: int) -> bool:
+        del size  # numbers that do not divide them are refused
+        return True
 
     def parameters(self, path: Path) -> Parameters:
         return count_parameters(path, self.facts)

@@ -22,7 +22,11 @@ from quire_kernels.ranks import widest_share
 def check_ranks(
     asked: EngineConfig, model: ModelFacts, kernels: KernelSet, device: torch.device, implementation: str
 ) -> None:
-    """Raises ConfigError where the settings, the model or the machine do not go with several ranks."""
+    """Raises ConfigError where the settings, the model or the machine do not go with several ranks.
+
+    `implementation`: whose code computes the model; empty: ours, which divides the heads. Transformers' code can have
+    all heads in every rank.
+    """
     size = asked.tensor_parallel_size
     if size == 1:
         return
@@ -31,14 +35,17 @@ def check_ranks(
     counts = sorted({heads.number for heads in model.kv_heads})
     on_device = device.type != "cpu"
     reasons = (
-        (bool(implementation), "the model is computed by transformers' code, which is not divided among ranks"),
+        (
+            on_device and bool(implementation),
+            "the model is computed by transformers' code, which is divided among ranks on a CPU only",
+        ),
         (
             not on_device and kernels.join is None,
             f"the {kernels.name} kernels are not divided among ranks; set kernels to cpu",
         ),
         *(_on_devices(asked, model, kernels) if on_device else ()),
         (
-            size not in possible,
+            not implementation and size not in possible,
             f"{model.num_heads} heads, and {' or '.join(map(str, counts))} of keys, are not divided among so many"
             f" ranks; set it to {_listed(possible)}",
         ),

@@ -6,7 +6,7 @@ Promises: no pickle; a decoded message has the tensors of the encoded one. Must 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -66,8 +66,8 @@ def decode(data: bytes) -> Message:
     return Message(Kind(kind), tuple(tensors))
 
 
-def told_step(step: ModelInput, adapters: Sequence[int] = ()) -> Message:
-    """A step of a model that keeps nothing for sequences outside of its pool.
+def told_step(step: ModelInput, adapters: Sequence[int] = (), *, has_states: bool = False) -> Message:
+    """A step of a model. `has_states`: it keeps a state of its own for each sequence.
 
     `adapters`: the numbers by which the other ranks know the adapters of the step, in their order.
     """
@@ -76,6 +76,8 @@ def told_step(step: ModelInput, adapters: Sequence[int] = ()) -> Message:
     starts = step.query_starts if step.sampled is None else step.sampled.query_starts
     tensors = [step.input_ids, step.positions, step.query_starts, step.context_lens, step.sample_rows, starts]
     tensors += [slots, torch.tensor(adapters, dtype=torch.int64)]
+    named = [step.sequence_ids, step.released, *step.forks] if has_states else []
+    tensors.append(torch.tensor([number for ids in named for number in (len(ids), *ids)], dtype=torch.int64))
     for group in groups:
         tensors += [group.kv_slots, group.block_tables]
     return Message(Kind.STEP, tuple(tensors))
@@ -84,7 +86,8 @@ def told_step(step: ModelInput, adapters: Sequence[int] = ()) -> Message:
 def step_of(message: Message, adapters: Mapping[int, AdapterSites]) -> ModelInput:
     """The step that `told_step` told. `adapters`: those that are kept, by number."""
     ids, positions, query_starts, context_lens, sample_rows, sampled_starts, *rest = message.tensors
-    slots, numbers, *groups = rest
+    slots, numbers, states, *groups = rest
+    sequence_ids, released, *forks = _lists(states.tolist()) if len(states) else ((), ())
     kv_lens = tuple(context_lens.tolist())
 
     def rows_of(starts: Tensor, chosen: Tensor | None) -> AttentionRows:
@@ -122,7 +125,19 @@ def step_of(message: Message, adapters: Mapping[int, AdapterSites]) -> ModelInpu
         max_query_len=whole.max_query_len,
         max_context_len=whole.max_context_len,
         others=whole.others,
+        sequence_ids=sequence_ids,
+        forks=tuple(forks),
+        released=released,
         adapters=StepAdapters(slots=slots, adapters=tuple([adapters[number] for number in numbers.tolist()]))
         if len(numbers)
         else None,
     )
+
+
+def _lists(values: list[int]) -> Iterator[tuple[int, ...]]:
+    """Numbers of which each list has its length before it."""
+    at = 0
+    while at < len(values):
+        end = at + 1 + values[at]
+        yield tuple(values[at + 1 : end])
+        at = end

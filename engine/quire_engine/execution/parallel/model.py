@@ -65,15 +65,16 @@ class Leader:
         adapted: AdaptedOps | None = None,
         *,
         shares_pools: bool = False,
+        has_states: bool = False,
         check_every: int = CHECK_STEPS,
     ) -> None:
         """`adapted`: of the kernels, for steps whose rows have adapters.
 
         `shares_pools`: this process reads and writes all ranks' pools between steps, so that each step and each copy
-        ends with all ranks at rest.
+        ends with all ranks at rest. `has_states`: the model keeps a state of its own for each sequence.
         """
         self._decoder, self._collective, self._adapted = decoder, collective, adapted
-        self._shares_pools = shares_pools
+        self._shares_pools, self._has_states = shares_pools, has_states
         self._agreement = Agreement(collective, check_every)
         self._numbers: WeakKeyDictionary[AdapterSites, int] = WeakKeyDictionary()  # of adapters that all ranks have
         self._next_number = 0
@@ -93,7 +94,7 @@ class Leader:
 
     def forward(self, step: ModelInput, kv: Tensor) -> Tensor:
         numbers = [] if step.adapters is None else [self._number_of(each) for each in step.adapters.adapters]
-        with self._with_others(told_step(step, numbers)):
+        with self._with_others(told_step(step, numbers, has_states=self._has_states)):
             hidden = self._decoder.forward(step, kv)
             self._agreement.computed(hidden)
             self._rest()

@@ -96,10 +96,13 @@ class RankProcesses:
         """Of ranks 1, 2, ..., [blocks, bytes] uint8, where they are shared: to be used while no step is computed."""
         return tuple(self._pools)
 
-    def begin(self, decoder: ServedModel, *, num_blocks: int, block_bytes: int, positions: int) -> Leader:
+    def begin(
+        self, decoder: ServedModel, *, num_blocks: int, block_bytes: int, positions: int, has_states: bool
+    ) -> Leader:
         """The model as all ranks compute it, once they have mapped the weights and have their pools.
 
-        `block_bytes`: of one rank's part of a block. `positions`: for which the model was loaded. Raises
+        `block_bytes`: of one rank's part of a block. `positions`: for which the model was loaded.
+        `has_states`: it keeps a state of its own for each sequence. Raises
         ModelLoadError where one of them cannot, OSError.
         """
         for fd in self._pool_fds:
@@ -112,7 +115,9 @@ class RankProcesses:
             assert child.stdout is not None
             if child.stdout.readline().strip() != b"ready":
                 raise ModelLoadError(f"rank {rank} of {1 + len(self._children)} has ended at its start; see above")
-        self._leader = Leader(decoder, self._collective, self._adapted, shares_pools=bool(self._pools))
+        self._leader = Leader(
+            decoder, self._collective, self._adapted, shares_pools=bool(self._pools), has_states=has_states
+        )
         return self._leader
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.fallback.facts import AttentionFacts, Facts
 from quire_engine.execution.models.fallback.interface import AttentionCall
 from quire_engine.kv_groups import KVLayout
+from quire_engine.ranks import ALONE, Rank
 from quire_kernels.cpu.kv_layout import unsupported
 from quire_kernels.kernel_set import AttentionRows, AttentionShape, KernelSet
 
@@ -34,6 +35,18 @@ PLAIN_HEAD_DIM = 64  # any width that every kernel set takes: their attention is
 def uses_kernels(facts: Facts, block_size: int) -> bool:
     """Whether the kernels' own pool and attention compute the model's layers."""
     return facts.is_uniform and unsupported(head_dim=facts.head_dim, block_size=block_size) is None
+
+
+def divides_heads(facts: Facts, block_size: int, size: int) -> bool:
+    """Whether each of `size` ranks can compute its own heads of every layer, of whose keys and values it has a pool.
+
+    Otherwise every rank computes all of them: those of a plain pool share products, whose shapes must stay.
+    """
+    divided = all(
+        layer.num_heads % size == 0 and (layer.num_kv_heads % size == 0 or size % layer.num_kv_heads == 0)
+        for layer in facts.attention
+    )
+    return divided and uses_kernels(facts, block_size)
 
 
 def with_plain_pool(kernels: KernelSet, facts: Facts) -> KernelSet:
@@ -90,7 +103,7 @@ class PlainPool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A layer's group and its place in the group's blocks, its facts, and its shape for the kernels."""
+    """A layer's group and its place in the group's blocks, its facts, and for the kernels the shape of own heads."""
 
     group: int
     index: int
@@ -101,9 +114,11 @@ class _Place:
 class PagedAttention:
     """The attention of one model's layers in a step."""
 
-    def __init__(self, facts: Facts, kernels: KernelSet, block_size: int, positions: int, layout: KVLayout) -> None:
-        """`positions`: those of the longest sequence."""
-        self._kernels = kernels
+    def __init__(
+        self, facts: Facts, kernels: KernelSet, block_size: int, positions: int, layout: KVLayout, *, rank: Rank = ALONE
+    ) -> None:
+        """`positions`: those of the longest sequence. `rank`: whose heads are computed here; `layout` is its own."""
+        self._kernels, self._rank = kernels, rank
         self._by_kernels = uses_kernels(facts, block_size)
         self._pool = PlainPool(facts.attention[: layout.layers_per_block], block_size)
         self._still = torch.empty(0)
@@ -111,7 +126,7 @@ class PagedAttention:
             half = facts.head_dim // 2
             self._still = torch.cat([torch.ones(positions, half), torch.zeros(positions, half)], dim=1)
         self._places = {
-            layer.name: _Place(place.group, place.layer, layer, _shape(layer) if self._by_kernels else None)
+            layer.name: _Place(place.group, place.layer, layer, _shape(layer, rank) if self._by_kernels else None)
             for layer, place in zip(facts.attention, layout.places, strict=True)
         }
 
@@ -125,16 +140,23 @@ class PagedAttention:
         query, key, value = (x[0, :, :rows].transpose(0, 1) for x in (call.query, call.key, call.value))  # [T, H, D]
         if place.shape is not None:
             shape = self._shape(place, call)
+            if self._rank.size > 1:
+                own, own_kv = (self._rank.heads(x.shape[1]) for x in (query, key))
+                query, key, value = query[:, own], key[:, own_kv], value[:, own_kv]
             qkv = torch.cat([query, key, value], dim=1).reshape(rows, -1)
             q = self._kernels.rope_write(qkv, self._still, shape, kv, place.index, step)
-            return self._kernels.attention(q, shape, kv, place.index, step).view_as(query)
+            mixed = self._kernels.attention(q, shape, kv, place.index, step)
+            if self._rank.size > 1 and self._kernels.join_columns is not None:
+                mixed = self._kernels.join_columns(mixed)
+            return mixed.view(rows, -1, shape.head_dim)
         return self._plainly(place, call, step, kv, (query, key, value))
 
     def _shape(self, place: _Place, call: AttentionCall) -> AttentionShape:
         """The layer's shape for the kernels; its sinks are weights, which the first step shows."""
         if call.sinks is None or place.shape is None or place.shape.sinks is not None:
             return cast(AttentionShape, place.shape)
-        shape = replace(place.shape, sinks=call.sinks.detach().float().contiguous())
+        own = self._rank.heads(len(call.sinks))
+        shape = replace(place.shape, sinks=call.sinks.detach().float()[own].contiguous())
         self._places[place.facts.name] = replace(place, shape=shape)
         return shape
 
@@ -170,10 +192,10 @@ class PagedAttention:
         return out
 
 
-def _shape(layer: AttentionFacts) -> AttentionShape:
+def _shape(layer: AttentionFacts, rank: Rank) -> AttentionShape:
     return AttentionShape(
-        num_heads=layer.num_heads,
-        num_kv_heads=layer.num_kv_heads,
+        num_heads=layer.num_heads // rank.size,
+        num_kv_heads=max(1, layer.num_kv_heads // rank.size),
         head_dim=layer.key_dim,
         scale=layer.scale,
         window=layer.window,

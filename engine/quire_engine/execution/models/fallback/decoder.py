@@ -23,6 +23,7 @@ from quire_engine.execution.models.fallback.products import PackedLinear
 from quire_engine.execution.models.fallback.states import States
 from quire_engine.execution.models.fallback.weights import Loaded, Sources
 from quire_engine.kv_groups import KVLayout
+from quire_engine.ranks import ALONE, Rank
 from quire_kernels.kernel_set import ChoiceRows, KernelSet
 
 
@@ -79,11 +80,15 @@ class FallbackDecoder:
         max_num_seqs: int,
         sources: Sources,
         has_buffer: Callable[[str], bool],
+        rank: Rank = ALONE,
     ) -> None:
-        """`model`: with parameters on the meta device, which `sources` has. `has_buffer`: it has such a buffer too."""
+        """`model`: with parameters on the meta device, which `sources` has. `has_buffer`: it has such a buffer too.
+
+        `rank`: whose heads this process computes, with a pool of `layout` for them.
+        """
         self.config = facts
         self._kernels, self._model = kernels, model
-        self._steps = Steps(PagedAttention(facts, kernels, block_size, max_model_len, layout))
+        self._steps = Steps(PagedAttention(facts, kernels, block_size, max_model_len, layout, rank=rank))
         set_interfaces(model)
         loaded = Loaded(model, facts, kernels, dtype, rows=self._steps, sources=sources)
         loaded.fill(has_buffer)

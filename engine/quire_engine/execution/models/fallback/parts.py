@@ -16,7 +16,12 @@ from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.execution.device import resolve_device
 from quire_engine.execution.models.checkpoint import StoredSize, StoredTensors, open_checkpoint
 from quire_engine.execution.models.dequantising import decode_quantised
-from quire_engine.execution.models.fallback.attention import PLAIN_HEAD_DIM, uses_kernels, with_plain_pool
+from quire_engine.execution.models.fallback.attention import (
+    PLAIN_HEAD_DIM,
+    divides_heads,
+    uses_kernels,
+    with_plain_pool,
+)
 from quire_engine.execution.models.fallback.decoder import FallbackDecoder
 from quire_engine.execution.models.fallback.facts import Facts, learn_facts
 from quire_engine.execution.models.fallback.model_class import IMPLEMENTATION, model_class
@@ -26,6 +31,7 @@ from quire_engine.execution.models.fallback.weights import ConvertedCheckpoint, 
 from quire_engine.execution.models.parameters import Parameters
 from quire_engine.execution.models.served import SourceOf, Wanted
 from quire_engine.execution.packed.image import ALIGNMENT, HEADER_BYTES
+from quire_engine.ranks import ALONE
 from quire_kernels.kernel_set import KernelSet
 from quire_kernels.packed_form import PackedForm
 
@@ -50,6 +56,9 @@ class FallbackModel:
 
     def over(self, kernels: KernelSet) -> KernelSet:
         return kernels if self._by_kernels else with_plain_pool(kernels, self.facts)
+
+    def divides_heads(self, size: int) -> bool:
+        return divides_heads(self.facts, self.asked.limits.block_size, size)
 
     def parameters(self, path: Path) -> Parameters:
         """The loader holds the files against the model."""
@@ -124,6 +133,8 @@ class FallbackParts:
         return most_image_bytes(model, self._facts, form, ALIGNMENT)
 
     def check(self) -> None:
+        if self._wanted.rank.number > 0:  # the first rank has checked the same model
+            return
         asked = self._wanted.asked
         longest = asked.max_model_len or self._facts.max_position_embeddings
         with naming(self._wanted.path / "config.json"):
@@ -140,6 +151,7 @@ class FallbackParts:
         del device  # the CPU: others are refused
         wanted, limits = self._wanted, self._wanted.asked.limits
         model, self._model = self._fresh(), None
+        rank = wanted.rank if divides_heads(self._facts, limits.block_size, wanted.rank.size) else ALONE
         return FallbackDecoder(
             self._facts,
             model,
@@ -151,6 +163,7 @@ class FallbackParts:
             max_num_seqs=limits.max_num_seqs,
             sources=source_of,
             has_buffer=source_of.has,
+            rank=rank,
         )
 
     def _fresh(self) -> Any:
