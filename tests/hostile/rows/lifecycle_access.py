@@ -27,7 +27,12 @@ PAGES = (
     "/pages/chat.js",
 )
 PAGES_MORE = ("/pages/docs.js", "/pages/dashboard.css", "/pages/dashboard.js", "/pages/charts.js", "/pages/requests.js")
-PUBLIC = {"/health", "/health/live", "/health/ready", "/version", "/metrics", *PAGES, *PAGES_MORE}  # see docs/api.md
+PUBLIC = {"/health", "/health/live", "/health/ready", "/ping", "/load", "/version", "/metrics", *PAGES, *PAGES_MORE}
+# For the operator, with all paths below them; see docs/api.md.
+ADMIN = (
+    *("/debug", "/admin", "/dashboard/events", "/learn/events", "/learn/exercises"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+)
 FOREIGN = (
     *(
         "evil.example",
@@ -81,7 +86,7 @@ async def matrix(server: Served) -> str:
             counts[f"{name} {status}"] += 1
             if path in PUBLIC:
                 assert status in {200, 405}, f"{name} key: {method} {path}: {status}"
-            elif path.startswith(("/debug", "/admin")):
+            elif path.startswith(ADMIN):
                 # No admin key is set beside the API key, so they are for none, also on this machine.
                 assert status == 403, f"{name} key: {method} {path}: {status}"
             else:
