@@ -198,7 +198,7 @@ def _names(facts: Facts) -> Iterator[Case]:
         yield facts.case("names", "a folder", path, {"lora_name": "a", "lora_path": "../.."}, {404})
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):  # for the operator
         yield facts.case("names", "a folder", path, {"lora_name": "a", "lora_path": "../.."}, {400, 401, 403})
-    for path in ("/pause", "/sleep", "/collective_rpc", "/start_profile", "/api/pull", "/api/generate"):
+    for path in ("/pause", "/sleep", "/collective_rpc", "/start_profile", "/api/pull"):
         yield facts.case("names", "routes of others", path, {}, {404, 405})
 
 
