@@ -158,9 +158,11 @@ QUIRE_API int32_t quire_norm_add(Context* context, const bf16* y, int64_t m, int
 QUIRE_API int32_t quire_mul_sigmoid(Context* context, const bf16* gate, int64_t m, int64_t columns, bf16* x);
 
 // x [m, columns] bf16 -> norm, or none -> the experts that each row chooses -> out [m, columns] bf16: residual + scale
-// * their weighted sum, or without a residual the sum alone. `out` may be `residual`, and either may be `x`.
+// * their weighted sum, or without a residual the sum alone. `out` may be `residual`, and either may be `x`. Adapters
+// have what they add to gate_up at `site`, and to down at the next one.
 QUIRE_API int32_t quire_mix_experts(Context* context, const Routing* routing, const Experts* experts, const bf16* x,
-                                    int64_t m, const Norm* norm, float scale, const bf16* residual, bf16* out);
+                                    int64_t m, const Norm* norm, float scale, const bf16* residual, bf16* out,
+                                    const StepAdapters* adapters, int64_t site);
 
 // x [m, columns] bf16 -> the `count` experts' logits, as the first of each row of logits [m, weight->n]; the experts
 // that each row chooses, best first, and their weights, [m, top_k].

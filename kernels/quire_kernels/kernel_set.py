@@ -8,7 +8,7 @@ know: the engine, the server, models.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -251,7 +251,23 @@ class LowRankMatrix:
     parts: tuple[LowRankPart, ...]
 
 
-# A `LowRankMatrix` in the implementation's form. Opaque to the model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRankExperts:
+    """The same for one matrix [N, K] of every one of E experts: A of a part is [E, r, K], and B [E, n, r]."""
+
+    count: int  # E
+    num_rows: int  # N, without the rows that a matrix is filled up with
+    num_inputs: int
+    gate_up: bool
+    parts: tuple[LowRankPart, ...]
+
+    def of(self, expert: int) -> LowRankMatrix:
+        """One expert's."""
+        parts = tuple([replace(part, shrink=part.shrink[expert], expand=part.expand[expert]) for part in self.parts])
+        return LowRankMatrix(num_rows=self.num_rows, num_inputs=self.num_inputs, gate_up=self.gate_up, parts=parts)
+
+
+# A `LowRankMatrix` or `LowRankExperts` in the implementation's form. Opaque to the model.
 LowRank = Any
 # A sequence of what an adapter adds at each site of a program, `LowRank | None`, in the implementation's form.
 AdapterSites = Any
@@ -298,6 +314,11 @@ class AdaptedOps:
         All of an adapter, by site.
     num_bytes(low_rank) -> int
         Of memory; at most `itemsize` bytes for each value of A and B.
+    pack_experts(experts) -> LowRank, or None
+        Of all experts of a layer. None: what adapts experts is refused.
+    mix_experts(x, norm, routing, experts, scale, residual, above, below) -> [T, H], or None
+        The op of the same name; `above` is the addend of each row's experts' gate and up, `below` that of their down,
+        each None where no row has any.
     told(adapter sites) -> tensors, and restored(tensors) -> AdapterSites, or None
         The same adapter in another process that computes with this one; for sets that have `join`.
     """
@@ -309,6 +330,13 @@ class AdaptedOps:
     norm_linear: Callable[[Tensor, Norm | None, LinearWeight, Addend], Tensor]
     norm_gate_up: Callable[[Tensor, Norm | None, LinearWeight, Activation, Addend], Tensor]
     linear_add: Callable[[Tensor, LinearWeight, Tensor, float, Addend], Tensor]
+    pack_experts: Callable[[LowRankExperts], LowRank] | None = None
+    mix_experts: (
+        Callable[
+            [Tensor, Norm | None, Routing, ExpertMatrices, float, Tensor | None, Addend | None, Addend | None], Tensor
+        ]
+        | None
+    ) = None
     told: Callable[[AdapterSites], tuple[Tensor, ...]] | None = None
     restored: Callable[[Sequence[Tensor]], AdapterSites] | None = None
 
@@ -444,6 +472,7 @@ class MixExperts:
     experts: ExpertMatrices
     scale: float = 1.0
     to: Literal["x", "y"] = "x"
+    site: int | None = None  # of gate and up; down's is the next
 
 
 LayerOp = (

@@ -90,8 +90,7 @@ def run_layers(  # noqa: PLR0912, PLR0917 - a branch for each op; called as `Bou
             case NormHold():
                 held = ops.norm_add(y, op.norm, held if op.adds else torch.zeros_like(y), 1.0)
             case MixExperts():
-                assert ops.mix_experts is not None
-                mixed = ops.mix_experts(x, op.norm, op.routing, op.experts, op.scale, x if op.to == "x" else None)
+                mixed = _mix_experts(ops, x, op, adapters)
                 x, y = (mixed, y) if op.to == "x" else (x, mixed)
             case GateWide():
                 assert ops.gate_rows is not None
@@ -129,3 +128,24 @@ def _linear_add(ops: KernelSet, x: Tensor, op: LinearAdd, residual: Tensor, adap
     if found is None:
         return ops.linear_add(x, op.weight, residual, op.scale)
     return found[0].linear_add(x, op.weight, residual, op.scale, found[1])
+
+
+def _mix_experts(ops: KernelSet, x: Tensor, op: MixExperts, adapters: StepAdapters | None) -> Tensor:
+    assert ops.mix_experts is not None
+    residual = x if op.to == "x" else None
+    above, below = (_addend(ops, None if op.site is None else op.site + i, adapters) for i in range(2))
+    found = above or below
+    if found is None:
+        return ops.mix_experts(x, op.norm, op.routing, op.experts, op.scale, residual)
+    if found[0].mix_experts is None:
+        raise ValueError(f"the {ops.name} kernels compute no adapters of experts")
+    return found[0].mix_experts(
+        x,
+        op.norm,
+        op.routing,
+        op.experts,
+        op.scale,
+        residual,
+        None if above is None else above[1],
+        None if below is None else below[1],
+    )

@@ -13,14 +13,14 @@ from quire_engine.build import BuiltEngine, build, resolve_plan
 from quire_engine.errors import ConfigError
 from quire_engine.execution.adapters import pack
 from quire_engine.execution.model_input import model_input
-from quire_engine.execution.models.adapter import read_adapter
+from quire_engine.execution.models.adapter import ReadAdapter, read_adapter
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.step_tensors import step_tensors
 from quire_engine.types import Adapter, GenerationRequest, SamplingParams, StopParams
 from quire_kernels.cpu.ops import cpu_kernel_set
 from quire_kernels.kernel_set import StepAdapters
 from quire_kernels.reference import REFERENCE
-from support.adapters import merged, write_adapter
+from support.adapters import fused, merged, write_adapter
 from support.checkpoints import shared_checkpoint
 from support.limits import engine_config
 from support.model_steps import Model, batch_of, random_ids, scheduled
@@ -30,13 +30,14 @@ FAMILIES = (
     *("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gemma4", "phi3", "granite", "olmo2", "glm4", "cohere2"),
     # With experts that all rows share: behind a gate, beside others that sigmoids choose, and with a norm after them.
     *("qwen2_moe", "glm4_moe", "afmoe"),
+    *("qwen3_moe", "mixtral", "olmoe", "gemma4_moe"),
 )
 FORMS = (  # of eight adapters
     {},
     {"rank": 1, "alpha": 1.0},
     {"rank": 16, "alpha": 24.0, "use_rslora": True},
     {"targets": ("q_proj", "v_proj", "qkv_proj")},
-    {"targets": ("down_proj",), "rank": 3},
+    {"targets": ("down_proj", "w2"), "rank": 3},
     {"layers": (1,)},
     {"ranks": {"q_proj": 7, "up_proj": 2, "qkv_proj": 7, "o_proj": 9}, "alpha_pattern": {"o_proj": 3.0, "k_proj": 5}},
     {"dtype": torch.bfloat16, "targets": ("k_proj", "up_proj", "qkv_proj", "gate_up_proj")},
@@ -47,6 +48,7 @@ COMPUTED = {
     "bf16": (BF16, {"kernels": "cpu"}),
     "windows": ({"family": "gemma3", "dtype": "bfloat16"}, {"kernels": "cpu"}),
     "a shared expert": ({"family": "glm4_moe", "dtype": "bfloat16"}, {"kernels": "cpu"}),
+    "experts": ({"family": "qwen3_moe", "dtype": "bfloat16"}, {"kernels": "cpu"}),
     "int8": (BF16, {"quantization": "int8"}),
     "int4": (BF16, {"quantization": "int4"}),
 }
@@ -88,6 +90,28 @@ def test_eight_adapters_in_one_batch_equal_the_merged_checkpoints(family: str, t
         with_merged = Model(merged(tmp_path / f"m{i}", path, adapters[slot])).logits(ids[i : i + 20])
         assert not torch.allclose(with_merged, plain.logits(ids[i : i + 20]), atol=0.05)
         assert (logits[i] - with_merged).abs().max() <= 1e-4 * with_merged.abs().max(), slot
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_pairs_for_all_experts_together_are_those_of_each(family: str, tmp_path: Path) -> None:
+    path = shared_checkpoint(family)
+    config = load_model_config(path)
+    each = write_adapter(tmp_path / "each", path)
+    together = fused(tmp_path / "together", each)
+    found = [adapted_logits(Model(path), read_adapter(adapter, config, max_rank=16)) for adapter in (each, together)]
+    with_merged = Model(merged(tmp_path / "merged", path, each)).logits(random_ids(20))
+    for logits in found:
+        assert (logits - with_merged).abs().max() <= 1e-4 * with_merged.abs().max()
+
+
+def adapted_logits(model: Model, adapter: ReadAdapter) -> torch.Tensor:
+    """Of twenty rows with one adapter."""
+    config = model.decoder.config
+    step = step_tensors(batch_of(scheduled(random_ids(20), model.blocks().take(20), 0, 20)), 16, config.vocab_size)
+    sites = pack(adapter, config, REFERENCE.adapted).sites
+    rows = model_input(step, model.block_size, model.device)
+    rows = replace(rows, adapters=StepAdapters(slots=torch.zeros(20, dtype=torch.int32), adapters=(sites,)))
+    return model.decoder.logits(model.decoder.forward(rows, model.kv.tensor))
 
 
 def engine(computed: str, **changes: object) -> BuiltEngine:

@@ -17,9 +17,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+TARGETS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"),
+    *("w1", "w2", "w3"),  # of Mixtral's experts: gate, down and up
+)
 # Without the gate that some attention has.
-_MODULE = re.compile(r"(model\.layers\.(\d+)\.(?:self_attn\.(?!gate_)|mlp\.|mlp\.shared_experts?\.)(\w+_proj))\.weight")
+_MODULE = re.compile(
+    r"(model\.layers\.(\d+)\.(?:self_attn\.(?!gate_)|mlp\.|mlp\.shared_experts?\.|(?:mlp|block_sparse_moe)\.experts\.\d+\.)"
+    r"(\w+_proj|w[123]))\.weight"
+)
+
+_OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.lora_([AB])\.weight")
 
 
 def modules_of(model: Path) -> dict[str, tuple[int, int]]:
@@ -95,4 +103,45 @@ def merged(path: Path, model: Path, adapter: Path) -> Path:
         weight = weights[f"{module}.weight"]
         weights[f"{module}.weight"] = (weight.double() + scale * expand.double() @ shrink.double()).to(weight.dtype)
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def fused(path: Path, adapter: Path) -> Path:
+    """An adapter whose experts each have their pair, with pairs for all experts of a layer in their place.
+
+    Gate and up share A of twice the rank, of which each uses one half.
+    """
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    stored, rank = load_file(adapter / "adapter_model.safetensors"), config["r"]
+    groups: dict[str, dict[tuple[int, str, str], torch.Tensor]] = {}
+    tensors = {}
+    for name, tensor in stored.items():
+        matched = _OF_EXPERT.fullmatch(name)
+        if matched is None:
+            tensors[name] = tensor
+        else:
+            leaf = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(matched[3], matched[3])
+            place = matched[1].replace("block_sparse_moe", "mlp")
+            groups.setdefault(place, {})[int(matched[2]), leaf, matched[4]] = tensor
+    for place, found in groups.items():
+        count = 1 + max(expert for expert, _, _ in found)
+        gates, ups, downs = (
+            [(found[expert, leaf, "A"], found[expert, leaf, "B"]) for expert in range(count)]
+            for leaf in ("gate_proj", "up_proj", "down_proj")
+        )
+        both = zip(gates, ups, strict=True)
+        pairs = [(torch.cat([gate[0], up[0]]), torch.block_diag(gate[1], up[1])) for gate, up in both]
+        for prefix, each in ((f"{place}.base_layer", pairs), (place, downs)):
+            tensors[f"{prefix}.lora_A.weight"] = torch.cat([shrink for shrink, _ in each])
+            # Column j E + e is column j of expert e.
+            tensors[f"{prefix}.lora_B.weight"] = torch.stack([expand for _, expand in each], dim=-1).flatten(1)
+    path.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "adapter_model.safetensors")
+    config |= {
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        "rank_pattern": {"gate_up_proj": 2 * rank},
+        "alpha_pattern": {"gate_up_proj": 2 * config["lora_alpha"]},
+        "peft_version": "0.21.2",
+    }
+    (path / "adapter_config.json").write_text(json.dumps(config))
     return path

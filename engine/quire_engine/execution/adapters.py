@@ -22,7 +22,7 @@ from quire_engine.execution.models.served import ModelFacts
 from quire_engine.execution.models.sites import SITES
 from quire_engine.execution.step_tensors import StepTensors
 from quire_engine.types import Adapter, AdaptersInUse
-from quire_kernels.kernel_set import AdaptedOps, AdapterSites, KernelSet, LowRank, StepAdapters
+from quire_kernels.kernel_set import AdaptedOps, AdapterSites, KernelSet, LowRank, LowRankMatrix, StepAdapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +196,11 @@ def pack(read: ReadAdapter, config: ModelConfig, ops: AdaptedOps) -> Packed:
     """An adapter in the form of the kernels."""
     sites: list[LowRank | None] = [None] * (config.num_layers * len(SITES))
     for site, matrix in read.matrices.items():
-        sites[site] = ops.pack(matrix)
+        if isinstance(matrix, LowRankMatrix):
+            sites[site] = ops.pack(matrix)
+        elif ops.pack_experts is None:
+            raise ModelLoadError("it adds to experts, which these kernels do not; leave them out of its targets")
+        else:
+            sites[site] = ops.pack_experts(matrix)
     num_bytes = sum(ops.num_bytes(packed) for packed in sites if packed is not None)
     return Packed(read.digest, read.rank, ops.bind(sites), num_bytes)

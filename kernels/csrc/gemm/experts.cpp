@@ -6,8 +6,11 @@
 #include "gemm/experts.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "gemm/division.h"
+#include "gemm/expert_adapters.h"
+#include "gemm/expert_pairs.h"
 #include "gemm/gemm_deal.h"
 #include "gemm/gemm_rows.h"
 #include "gemm/norm.h"
@@ -21,20 +24,6 @@ namespace {
 
 constexpr int64_t kRowsTogether = 8;    // short enough to be dealt evenly
 constexpr int64_t kValuesAlone = 8192;  // that the caller works through sooner than it wakes a worker
-
-// Places of a call's arrays in one piece of memory.
-class Places {
- public:
-  int64_t take(int64_t bytes) {
-    const int64_t at = end_;
-    end_ += aligned(bytes);
-    return at;
-  }
-  size_t end() const { return static_cast<size_t>(end_); }
-
- private:
-  int64_t end_ = 0;
-};
 
 // body(worker, i) for each of `count` rows of so many values.
 template <typename Body>
@@ -70,19 +59,6 @@ struct Stack {
   const Linear& all;
   int64_t n;       // of one
   int64_t stride;  // panels from one to the next
-};
-
-// The pairs of a row and one of its experts, in the order in which they are multiplied.
-struct PairOrder {
-  int64_t count;    // of those that have an expert
-  int64_t* starts;  // [experts + 1], of each one's pairs
-  int32_t* order;   // [count]: row * top_k + rank
-  int32_t* place;   // [rows * top_k]: where in the order, or -1
-  int32_t* hit;     // the experts that have rows
-  int64_t num_hit;
-  int64_t* offsets;  // [experts], of each one's placed rows, in bytes
-
-  int64_t rows_of(int64_t expert) const { return starts[expert + 1] - starts[expert]; }
 };
 
 // A counting sort of `index` [number], whose values are experts or -1.
@@ -163,9 +139,10 @@ class Product {
   size_t shared_bytes() const { return places_.end(); }
   size_t own_bytes() const { return static_cast<size_t>(own_bytes_ + whole_bytes<Kind>(stack_.all)); }
 
-  // out [pairs, stride] bf16, in their order, of each expert's panels those of this rank. `memory` has shared_bytes,
-  // each worker own_bytes.
-  void run(Context& context, Epilogue epilogue, bf16* out, int64_t stride, char* memory) const {
+  // out [pairs, stride] bf16, in their order, of each expert's panels those of this rank, with what `adapters` add
+  // unless it is null. `memory` has shared_bytes, each worker own_bytes.
+  void run(Context& context, Epilogue epilogue, bf16* out, int64_t stride, char* memory,
+           const ExpertAdapters* adapters) const {
     Pool& pool = context.pool;
     const Panels own_panels = share_of(panel_count(stack_.at(0)), context.ranks.rank, context.ranks.size);
     const int64_t panels = own_panels.count();
@@ -180,6 +157,7 @@ class Product {
         }
         pool.first.wait(worker, pairs_.count);
       }
+      if (adapters != nullptr) adapters->run(worker);
       PanelQueue queue{pool.second, pairs_.num_hit * panels};
       while (queue.fetch(worker)) {
         const int64_t product = queue.held.begin / panels, expert = pairs_.hit[product];
@@ -193,6 +171,10 @@ class Product {
         Output to{epilogue, out + first * stride, stride, nullptr};
         to.whole = &whole;
         to.first_panel = own_panels.first;
+        std::optional<Expander> expander;
+        if (const Addend* addend = adapters == nullptr ? nullptr : adapters->of(product)) {
+          to.expander = &expander.emplace(*addend, pool.third, adapters->items(), worker);
+        }
         gemm_worker(deal, worker, part_of(whole, own_panels), given, to, own);
       }
     });
@@ -248,6 +230,8 @@ struct Call {
   int64_t m, width, top_k;
   const Norm* norm;
   int64_t logits;  // of a row, from the router
+  const StepAdapters* adapters = nullptr;  // null: none adds anything
+  int64_t site = -1;                       // of gate_up; down's is the next
 };
 
 // out = the weighted sum of a row's experts, in the order of their ranks; with a residual, that and `scale` times the
@@ -346,14 +330,23 @@ void multiply_and_sum(Context& context, const Call& call, Arrays* arrays, float 
   if (pairs.count > 0) {
     const Stack above(*experts.gate_up, experts.count, experts.inner);
     const Stack below(*experts.down, experts.count, call.width);
+    const auto added = [&](const Linear& w, int64_t site, const bf16* from, int64_t chosen) {
+      std::optional<ExpertAdapters> found;
+      if (call.adapters != nullptr) found.emplace(context, *call.adapters, site, pairs, call.top_k, w, from, chosen);
+      return found;
+    };
+    const auto to_add = [](const std::optional<ExpertAdapters>& found) {
+      return found && found->items() > 0 ? &*found : nullptr;
+    };
     with_kind(above.all.kind, [&](auto kind) {
+      const auto adapters = added(above.all, call.site, arrays->normed, call.top_k);
       const Product<decltype(kind)> product(above, pairs, arrays->normed, &arrays->whole, call.top_k);
       context.products.reserve(product.shared_bytes());
       context.reserve_own(product.own_bytes());
       context.shared.reserve(
           static_cast<size_t>(aligned(pairs.count * experts.inner * 2) + aligned(pairs.count * call.width * 2)));
       product.run(context, experts.activation, reinterpret_cast<bf16*>(context.shared.data()), experts.inner,
-                  context.products.data());
+                  context.products.data(), to_add(adapters));
     });
     bf16* inner = reinterpret_cast<bf16*>(context.shared.data());
     const Linear one = above.at(0);
@@ -361,10 +354,11 @@ void multiply_and_sum(Context& context, const Call& call, Arrays* arrays, float 
                    sizeof(bf16));
     found = reinterpret_cast<bf16*>(context.shared.data() + aligned(pairs.count * experts.inner * 2));
     with_kind(below.all.kind, [&](auto kind) {
+      const auto adapters = added(below.all, call.site + 1, inner, 0);
       const Product<decltype(kind)> product(below, pairs, inner, nullptr, 0);
       context.products.reserve(product.shared_bytes());
       context.reserve_own(product.own_bytes());
-      product.run(context, Epilogue::kStore, found, call.width, context.products.data());
+      product.run(context, Epilogue::kStore, found, call.width, context.products.data(), to_add(adapters));
     });
   }
   const int64_t panels = (call.width + kPanelRows - 1) / kPanelRows;
@@ -402,10 +396,11 @@ QUIRE_API int32_t quire_route(Context* context, const Routing* routing, int64_t 
 }
 
 QUIRE_API int32_t quire_mix_experts(Context* context, const Routing* routing, const Experts* experts, const bf16* x,
-                                    int64_t m, const Norm* norm, float scale, const bf16* residual, bf16* out) {
+                                    int64_t m, const Norm* norm, float scale, const bf16* residual, bf16* out,
+                                    const StepAdapters* adapters, int64_t site) {
   if (m == 0) return 0;
   const int64_t width = experts->gate_up->columns, count = experts->count;
-  const Call call{*experts, x, m, width, routing->top_k, norm, routing->weight->n};
+  const Call call{*experts, x, m, width, routing->top_k, norm, routing->weight->n, adapters, site};
   Arrays arrays;
   int32_t failed = guarded(context, [&] {
     arrays = arrays_of(*context, call);

@@ -30,6 +30,12 @@ struct LowRank {
   const float* scales;  // [rank]
   const bf16* expand;   // B: of each half [count][32], one half behind the other
   const HalfRanks* halves;
+  int64_t per_expert;  // values of `expand`; 0: it is of one matrix, else of every expert's, one behind the other
+
+  // Of one expert's matrix of `k` columns.
+  LowRank of_expert(int64_t expert, int64_t k) const {
+    return {rank, shrink + expert * rank * k, scales + expert * rank, expand + expert * per_expert, halves, 0};
+  }
 };
 
 // The adapters of a step's rows.

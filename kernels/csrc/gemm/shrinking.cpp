@@ -8,7 +8,6 @@ namespace quire {
 namespace {
 
 constexpr int kRanksTogether = 4;      // independent sums hide the latency of a product
-constexpr int64_t kItemRanks = 16;     // dealt at once
 constexpr int64_t kLine = 2 * kLanes;  // values of 64 bytes
 
 // out[row][rank] of `kRows` rows and up to kRanksTogether ranks. k is a multiple of 32. `next`: what will be read after
@@ -41,6 +40,8 @@ void shrink_ranks(const LowRank& a, int64_t k, const bf16* const (&x)[kGroupRows
   }
 }
 
+}  // namespace
+
 void group_rows(const Addend& addend, int64_t m, RowGroups* groups) {
   int32_t end = 0;
   groups->count = 0;
@@ -62,7 +63,17 @@ void group_rows(const Addend& addend, int64_t m, RowGroups* groups) {
   groups->starts[groups->count] = end;
 }
 
-}  // namespace
+void shrink_group(const LowRank& a, int64_t k, const bf16* const (&rows)[kGroupRows], float* const (&out)[kGroupRows],
+                  int64_t number, int64_t first, const bf16* after) {
+  const int64_t last = std::min(first + kItemRanks, a.rank);
+  for (int64_t at = first; at < last; at += kRanksTogether) {
+    const int64_t count = std::min<int64_t>(kRanksTogether, a.rank - at);
+    const bf16* next = at + kRanksTogether < last ? a.shrink + (at + kRanksTogether) * k : after;
+    with_count<kGroupRows>(number, [&](auto rows_of_group) {
+      shrink_ranks<rows_of_group>(a, k, rows, out, at, count, next);
+    });
+  }
+}
 
 Shrinking::Shrinking(Context& context, const StepAdapters& adapters, int64_t site, const Linear& w, const bf16* x,
                      int64_t m, const Norm* norm)
@@ -119,14 +130,9 @@ void Shrinking::run(int worker) const {
       rows[i] = (prepared_ == nullptr ? x_ : prepared_) + row * k;
       out[i] = shrunk_ + row * addend_.width;
     }
-    const int64_t last = std::min(first + kItemRanks, a.rank);
     const bf16* after = a.shrink;
     if (piece.next >= 0) after = adapter_of(piece.next).shrink + piece.next % chunks_ * kItemRanks * k;
-    for (int64_t at = first; at < last; at += kRanksTogether) {
-      const int64_t count = std::min<int64_t>(kRanksTogether, a.rank - at);
-      const bf16* next = at + kRanksTogether < last ? a.shrink + (at + kRanksTogether) * k : after;
-      with_count<kGroupRows>(end - begin, [&](auto number) { shrink_ranks<number>(a, k, rows, out, at, count, next); });
-    }
+    shrink_group(a, k, rows, out, end - begin, first, after);
     pool_.third.finish(1);
   }
 }

@@ -9,6 +9,16 @@
 
 namespace quire {
 
+constexpr int64_t kItemRanks = 16;  // of A x, dealt at once
+
+// The groups of the m rows of an addend, in memory that they point to. `num_windows` is known.
+void group_rows(const Addend& addend, int64_t m, RowGroups* groups);
+
+// out[i][rank] = the scaled A x of the `number` rows of a group, of ranks [first, first + kItemRanks) or as many as
+// there are. k is a multiple of 32. `after`: what will be read after this.
+void shrink_group(const LowRank& a, int64_t k, const bf16* const (&rows)[kGroupRows], float* const (&out)[kGroupRows],
+                  int64_t number, int64_t first, const bf16* after);
+
 class Shrinking {
  public:
   // Of rows x [m, columns], after the norm if there is one. Throws std::bad_alloc. Make it while no other op runs.

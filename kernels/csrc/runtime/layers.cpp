@@ -141,10 +141,12 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
       }
       case LayerOpKind::kNormAdd: failed = quire_norm_add(context, y, rows, hidden, op->norm, op->scale, x); break;
       case LayerOpKind::kAddExperts:
-        failed = quire_mix_experts(context, op->routing, op->experts, x, rows, op->norm, op->scale, x, x);
+        failed = quire_mix_experts(context, op->routing, op->experts, x, rows, op->norm, op->scale, x, x, added_at(op),
+                                   op->site);
         break;
       case LayerOpKind::kMixExperts:
-        failed = quire_mix_experts(context, op->routing, op->experts, x, rows, op->norm, 1.0f, nullptr, y);
+        failed = quire_mix_experts(context, op->routing, op->experts, x, rows, op->norm, 1.0f, nullptr, y,
+                                   added_at(op), op->site);
         break;
       case LayerOpKind::kGateWide:
         failed = quire_gate_rows(context, op->weight, x, rows, op->norm, wide_columns, wide);

@@ -107,6 +107,7 @@ constexpr Layout kLayouts[] = {
     QUIRE_FIELD(LowRank, scales),
     QUIRE_FIELD(LowRank, expand),
     QUIRE_FIELD(LowRank, halves),
+    QUIRE_FIELD(LowRank, per_expert),
 
     QUIRE_STRUCTURE(StepAdapters),
     QUIRE_FIELD(StepAdapters, slots),

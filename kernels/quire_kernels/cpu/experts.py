@@ -14,11 +14,12 @@ from torch import Tensor
 
 from quire_kernels.cpu.context import Context
 from quire_kernels.cpu.linear import GATES, norm_args, rows_of
+from quire_kernels.cpu.low_rank import expert_addend_args
 from quire_kernels.cpu.packing import PackedLinear
 from quire_kernels.cpu.ranks import raise_for_lost
 from quire_kernels.cpu.signatures import ExpertsArgs, RoutingArgs
 from quire_kernels.cpu.stored import STACKED
-from quire_kernels.kernel_set import ExpertMatrices, Norm, Routing, Scoring, expert_rows
+from quire_kernels.kernel_set import Addend, ExpertMatrices, Norm, Routing, Scoring, expert_rows
 
 _MOST_PARTS = 3  # of a router of float32, whose 24 bits are three times the 8 of bfloat16
 # `enum class Scoring`.
@@ -44,7 +45,10 @@ class ExpertOps:
         experts: ExpertMatrices,
         scale: float,
         residual: Tensor | None,
+        above: Addend | None = None,
+        below: Addend | None = None,
     ) -> Tensor:
+        """`above` and `below`: what adapters add, if any does."""
         x = rows_of(x, experts.gate_up.num_inputs)
         rows, width = x.shape
         if residual is not None:
@@ -52,6 +56,8 @@ class ExpertOps:
             if len(residual) != rows:
                 raise ValueError(f"{rows} rows cannot be added to {len(residual)}")
         out = torch.empty_like(x) if residual is None else residual
+        plain = above is None and below is None
+        adapters = None if plain else byref(expert_addend_args(above, below, experts, rows, width))
         failed = self._mix(
             self._handle,
             byref(routing_args(routing, experts.count, width)),
@@ -62,6 +68,8 @@ class ExpertOps:
             scale,
             None if residual is None else residual.data_ptr(),
             out.data_ptr(),
+            adapters,
+            0,
         )
         raise_for_lost(failed)
         if failed:

@@ -19,7 +19,7 @@ from quire_kernels.cpu.attention import CpuAttention, describe, raise_for
 from quire_kernels.cpu.context import Context
 from quire_kernels.cpu.experts import experts_args, routing_args
 from quire_kernels.cpu.linear import GATES, Epilogue, norm_args
-from quire_kernels.cpu.low_rank import BoundAdapter, adapters_args
+from quire_kernels.cpu.low_rank import BoundAdapter, Product, adapters_args, product_of, products_of
 from quire_kernels.cpu.signatures import ExpertsArgs, LayerOpArgs, NormArgs, RoutingArgs, StepAdaptersArgs, StepArgs
 from quire_kernels.kernel_set import (
     Attend,
@@ -84,7 +84,7 @@ class CpuLayers:
             part: max((op for op in attends if op.part == part), key=lambda op: op.layer)
             for part in {op.part for op in attends}
         }
-        self._sites = {op.site: op.weight for op in self._program if isinstance(op, _PRODUCTS) and op.site is not None}
+        self._sites = dict(_sites(self._program, self._width))
         self._fitting: WeakSet[BoundAdapter] = WeakSet()  # adapters that were checked
         self._num_groups = 1 + max(op.group for op in attends)
         shapes = [op.shape for op in self._program if isinstance(op, RopeWrite | Attend)]
@@ -181,6 +181,15 @@ class CpuLayers:
         """Its address for C++."""
         self._norms.append(norm_args(norm, self._width))
         return ctypes.addressof(self._norms[-1])
+
+
+def _sites(program: Sequence[LayerOp], width: int) -> Iterator[tuple[int, Product]]:
+    """What adapters add to, by site."""
+    for op in program:
+        if isinstance(op, MixExperts) and op.site is not None:
+            yield from enumerate(products_of(op.experts, width), op.site)
+        elif isinstance(op, _PRODUCTS) and op.site is not None:
+            yield op.site, product_of(op.weight)
 
 
 def _check(program: Sequence[LayerOp], num_ranks: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from dataclasses import replace
 from functools import partial
 
 from quire_kernels.cpu.attention import CpuAttention, KVType
@@ -13,6 +14,7 @@ from quire_kernels.cpu.experts import ExpertOps, router_packer
 from quire_kernels.cpu.layers import CpuLayers
 from quire_kernels.cpu.library import OnCompiled
 from quire_kernels.cpu.linear import LinearOps
+from quire_kernels.cpu.low_rank import pack_low_rank_experts
 from quire_kernels.cpu.packing import KINDS, Packer, packed_form
 from quire_kernels.cpu.ranks import join, join_columns
 from quire_kernels.cpu.stored import stored_bits
@@ -75,7 +77,7 @@ def cpu_kernel_set(
         packed_bits=KINDS[quantization].bits,
         packed_bytes=lambda weight: weight.num_bytes,
         bind_layers=partial(CpuLayers, context, attention),
-        adapted=linear.adapted,
+        adapted=replace(linear.adapted, pack_experts=pack_low_rank_experts, mix_experts=experts.mix_experts),
         packed_form=packed_form(context, quantization),
         join=partial(join, context),
         join_columns=partial(join_columns, context),

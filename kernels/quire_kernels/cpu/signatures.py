@@ -168,6 +168,7 @@ class LowRankArgs(ctypes.Structure):
         ("scales", c_void_p),
         ("expand", c_void_p),
         ("halves", c_void_p),
+        ("per_expert", c_int64),
     )
 
 
@@ -228,7 +229,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "quire_linear_add": (c_int32, (*(c_void_p,) * 3, c_int64, c_float, *(c_void_p,) * 3, c_int64)),
     "quire_norm_add": (c_int32, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p)),
     "quire_mul_sigmoid": (c_int32, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
-    "quire_mix_experts": (c_int32, (*(c_void_p,) * 4, c_int64, c_void_p, c_float, c_void_p, c_void_p)),
+    "quire_mix_experts": (c_int32, (*(c_void_p,) * 4, c_int64, c_void_p, c_float, *(c_void_p,) * 3, c_int64)),
     "quire_route": (c_int32, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, *(c_void_p,) * 3)),
     "quire_given_experts": (c_int32, (*(c_void_p,) * 3, c_int64, c_int64, *(c_void_p,) * 3)),
     "quire_gate_rows": (c_int32, (*(c_void_p,) * 3, c_int64, c_void_p, c_int64, c_void_p)),

@@ -5,6 +5,9 @@ Promises: on a CPU a row's result does not depend on the other rows. Must not kn
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,22 +15,38 @@ from torch import Tensor
 from quire_kernels.kernel_set import ExpertMatrices, Norm, Routing, expert_rows
 from quire_kernels.reference.linear import Linear, by_tiles, gated, normed, project
 
+# An expert's results for the rows [R] of rows [T, H] that chose it: (rows, chosen, expert, experts) -> [R, H].
+Compute: TypeAlias = Callable[[Tensor, Tensor, int, ExpertMatrices], Tensor]
+
 _COLUMNS = 16  # MKL's product of fewer columns, over terms that fill no vector, depends on a row's place in its tile
 
 
 def mix_experts(  # noqa: PLR0917 - the op's contract
     x: Tensor, norm: Norm | None, routing: Routing, experts: ExpertMatrices, scale: float, residual: Tensor | None
 ) -> Tensor:
+    return mix_with(expert_rows_of, x, norm, routing, experts, scale, residual)
+
+
+def mix_with(  # noqa: PLR0917 - the op's contract
+    compute: Compute,
+    x: Tensor,
+    norm: Norm | None,
+    routing: Routing,
+    experts: ExpertMatrices,
+    scale: float,
+    residual: Tensor | None,
+) -> Tensor:
+    """`mix_experts`, with `compute` in place of an expert's own computation."""
     rows = by_tiles(lambda some: normed(some, norm), x) if len(x) else x
     _, index, weights = _routed(rows if routing.norm is None else x, routing)
-    total = _weighted(rows, index, weights, experts)
+    total = _weighted(rows, index, weights, experts, compute)
     if residual is None:
         return total.to(x.dtype)
     return residual.copy_((residual.to(total.dtype) + total * scale).to(x.dtype))
 
 
 def given_experts(x: Tensor, index: Tensor, weights: Tensor, experts: ExpertMatrices) -> Tensor:
-    return _weighted(x, index, weights, experts).to(x.dtype)
+    return _weighted(x, index, weights, experts, expert_rows_of).to(x.dtype)
 
 
 def route(x: Tensor, routing: Routing, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,7 +127,7 @@ def _sigmoid(logits: Tensor) -> Tensor:
     return 1.0 / (1.0 + torch.exp(-logits))
 
 
-def _weighted(rows: Tensor, index: Tensor, weights: Tensor, experts: ExpertMatrices) -> Tensor:
+def _weighted(rows: Tensor, index: Tensor, weights: Tensor, experts: ExpertMatrices, compute: Compute) -> Tensor:
     """The sum over each row's experts in the order of their ranks: [T, H], float32 or wider."""
     (num_rows, top_k), width = index.shape, rows.shape[1]
     flat = index.flatten()
@@ -117,7 +136,7 @@ def _weighted(rows: Tensor, index: Tensor, weights: Tensor, experts: ExpertMatri
     for expert in range(experts.count):
         pairs = order[flat[order] == expert]
         if len(pairs):
-            outputs[pairs] = by_tiles(lambda some: _expert(some, expert, experts), rows[pairs // top_k])  # noqa: B023
+            outputs[pairs] = compute(rows, pairs // top_k, expert, experts)
     each = _wide(outputs).view(num_rows, top_k, width)
     total = each.new_zeros(num_rows, width)
     for rank in range(top_k):
@@ -125,20 +144,28 @@ def _weighted(rows: Tensor, index: Tensor, weights: Tensor, experts: ExpertMatri
     return total
 
 
-def _expert(rows: Tensor, expert: int, experts: ExpertMatrices) -> Tensor:
-    """One expert's result for rows [R, H], in their dtype."""
+def expert_rows_of(rows: Tensor, chosen: Tensor, expert: int, experts: ExpertMatrices) -> Tensor:
+    """One expert's result for the rows [R] of rows [T, H], in their dtype."""
+    gate, up, down = matrices_of(expert, experts)
+
+    def compute(some: Tensor) -> Tensor:
+        inner = gated(_wide(project(some, gate)), _wide(project(some, up)), experts.activation).to(some.dtype)
+        return project(inner, down)
+
+    return by_tiles(compute, rows[chosen])
+
+
+def matrices_of(expert: int, experts: ExpertMatrices) -> tuple[Linear, Linear, Linear]:
+    """An expert's gate, up and down, without the rows that they are filled up with."""
     above = experts.gate_up.weight.shape[0] // 2  # where up's rows begin
-    first = expert * expert_rows(experts.inner)
-    gate, up = (_wide(_rows_of(rows, experts.gate_up, at, experts.inner)) for at in (first, above + first))
-    inner = gated(gate, up, experts.activation).to(rows.dtype)
-    width = rows.shape[1]
-    return _rows_of(inner, experts.down, expert * expert_rows(width), width)
+    first, width = expert * expert_rows(experts.inner), experts.gate_up.weight.shape[1]
+    gate, up = (_rows_of(experts.gate_up, at, experts.inner) for at in (first, above + first))
+    return gate, up, _rows_of(experts.down, expert * expert_rows(width), width)
 
 
-def _rows_of(rows: Tensor, matrix: Linear, first: int, count: int) -> Tensor:
-    """The product with `count` rows of a matrix."""
+def _rows_of(matrix: Linear, first: int, count: int) -> Linear:
     part = slice(first, first + count)
-    return project(rows, Linear(matrix.weight[part], None if matrix.bias is None else matrix.bias[part]))
+    return Linear(matrix.weight[part], None if matrix.bias is None else matrix.bias[part])
 
 
 def _wide(values: Tensor) -> Tensor:

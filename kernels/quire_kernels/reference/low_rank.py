@@ -12,7 +12,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire_kernels.kernel_set import Activation, AdaptedOps, Addend, LowRankMatrix, Norm
+from quire_kernels.kernel_set import (
+    Activation,
+    AdaptedOps,
+    Addend,
+    ExpertMatrices,
+    LowRankExperts,
+    LowRankMatrix,
+    Norm,
+    Routing,
+)
+from quire_kernels.reference import experts as of_experts
 from quire_kernels.reference import linear
 from quire_kernels.reference.linear import Linear, by_tiles, gated, normed
 
@@ -36,7 +46,13 @@ def pack(matrix: LowRankMatrix) -> DenseLowRank:
     return DenseLowRank(torch.cat([part.shrink.float() * part.scale for part in matrix.parts]), expand)
 
 
-def num_bytes(low_rank: DenseLowRank) -> int:
+def pack_experts(experts: LowRankExperts) -> tuple[DenseLowRank, ...]:
+    return tuple([pack(experts.of(expert)) for expert in range(experts.count)])
+
+
+def num_bytes(low_rank: DenseLowRank | tuple[DenseLowRank, ...]) -> int:
+    if not isinstance(low_rank, DenseLowRank):
+        return sum(map(num_bytes, low_rank))
     return low_rank.shrink.nbytes + low_rank.expand.nbytes
 
 
@@ -63,9 +79,57 @@ def linear_add(x: Tensor, w: Linear, residual: Tensor, scale: float, addend: Add
     return residual.add_(projected if scale == 1.0 else projected * scale)
 
 
-def _sums(rows: Tensor, w: Linear, added: DenseLowRank) -> Tensor:
+def mix_experts(  # noqa: PLR0917 - the op's contract
+    x: Tensor,
+    norm: Norm | None,
+    routing: Routing,
+    experts: ExpertMatrices,
+    scale: float,
+    residual: Tensor | None,
+    above: Addend | None,
+    below: Addend | None,
+) -> Tensor:
+    (some,) = {id(each.slots): each.slots for each in (above, below) if each is not None}.values()
+
+    def compute(rows: Tensor, chosen: Tensor, expert: int, experts: ExpertMatrices) -> Tensor:
+        """The plain results; those of rows that have an adapter are computed anew, by adapter."""
+        found, slots = of_experts.expert_rows_of(rows, chosen, expert, experts), some[chosen]
+        for slot in range(max(len(each.matrices) for each in (above, below) if each is not None)):
+            to_pair, to_down = (None if each is None else each.matrices[slot] for each in (above, below))
+            mine = (slots == slot).nonzero().flatten()
+            if len(mine) and (to_pair is not None or to_down is not None):
+                found[mine] = by_tiles(
+                    lambda tile: _adapted_expert(
+                        tile,
+                        expert,
+                        experts,
+                        None if to_pair is None else to_pair[expert],  # noqa: B023
+                        None if to_down is None else to_down[expert],  # noqa: B023
+                    ),
+                    rows[chosen[mine]],
+                )
+        return found
+
+    return of_experts.mix_with(compute, x, norm, routing, experts, scale, residual)
+
+
+def _adapted_expert(
+    rows: Tensor, expert: int, experts: ExpertMatrices, above: DenseLowRank | None, below: DenseLowRank | None
+) -> Tensor:
+    """An expert's results [R, H] with what an adapter adds to gate and up, and to down."""
+    gate, up, down = of_experts.matrices_of(expert, experts)
+    bias = None if gate.bias is None or up.bias is None else torch.cat([gate.bias, up.bias])
+    pair = Linear(torch.cat([gate.weight, up.weight]), bias)
+    gates, ups = _sums(rows, pair, above).chunk(2, dim=-1)
+    inner = gated(gates, ups, experts.activation).to(rows.dtype)
+    return _sums(inner, down, below).to(rows.dtype)
+
+
+def _sums(rows: Tensor, w: Linear, added: DenseLowRank | None) -> Tensor:
     """[R, N] float32: the projection with its bias, and what is added to it."""
     wide = Linear(w.weight.float(), None if w.bias is None else w.bias.float())
+    if added is None:
+        return linear.project(rows.float(), wide)
     shrunk = linear.project(rows.float(), Linear(added.shrink, None))
     return linear.project(rows.float(), wide) + linear.project(shrunk, Linear(added.expand, None))
 
@@ -91,4 +155,6 @@ ADAPTED = AdaptedOps(
     norm_linear=norm_linear,
     norm_gate_up=norm_gate_up,
     linear_add=linear_add,
+    pack_experts=pack_experts,
+    mix_experts=mix_experts,
 )

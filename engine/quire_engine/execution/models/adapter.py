@@ -12,21 +12,22 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from quire_engine.errors import ModelLoadError
+from quire_engine.execution.models.adapter_pairs import Pair, Settings, check_tensor
 from quire_engine.execution.models.config import ModelConfig
+from quire_engine.execution.models.expert_adapters import ExpertStacks, check_parameters, expert_matrices
+from quire_engine.execution.models.experts import common_name
 from quire_engine.execution.models.matrix_parts import Part
 from quire_engine.execution.models.sites import Site, site_of
 from quire_engine.execution.models.weights import expected_shapes, gate_up_parts, qkv_parts
-from quire_kernels.kernel_set import LowRankMatrix, LowRankPart
+from quire_kernels.kernel_set import LowRankExperts, LowRankMatrix, LowRankPart
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _MOST_CONFIG_BYTES = 1 << 20
@@ -35,7 +36,7 @@ _MOST_HEADER_BYTES = 8 << 20
 # Of training, of provenance, or of other kinds of adapters.
 _HARMLESS = frozenset(
     {
-        *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "peft_version"),
+        *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout"),
         *("task_type", "exclude_modules", "layers_to_transform", "layers_pattern", "loftq_config", "eva_config"),
         *("corda_config", "lora_ga_config", "megatron_config", "megatron_core", "qalora_group_size", "runtime_config"),
         *("ensure_weight_tying",),
@@ -48,7 +49,6 @@ _OFF = {
     "use_bdlora": "block-diagonal adapters are not served",
     "modules_to_save": "whole modules are not replaced; merge them into the checkpoint",
     "trainable_token_indices": "embeddings are not replaced; merge them into the checkpoint",
-    "target_parameters": "parameters of experts are not adapted",
     "layer_replication": "layers are not repeated",
     "lora_bias": "an adapter's own biases are not served",
     "fan_in_fan_out": "it is for matrices that are stored transposed",
@@ -56,19 +56,21 @@ _OFF = {
     "arrow_config": "adapters are not mixed",
     "monteclora_config": "adapters are not drawn at random",
     "velora_config": "it is no plain LoRA",
+    "kasa_config": "it changes the model's own weights first",
 }
 # Begin by changing the model's own weights, so that the adapter fits those alone.
 _CHANGING = ("pissa", "olora", "loftq", "corda", "lora_ga")
 _READ = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "bias"),
-        "init_lora_weights",
+        *("init_lora_weights", "target_parameters", "peft_version"),
     }
 )
 _MLP = r"mlp(?:\.shared_experts?)?"
+_EXPERTS = r"(?:(?:mlp|block_sparse_moe)\.)?experts(?:\.\d{1,5}\.\w{1,64}|\.base_layer)?"
 _TENSOR = re.compile(
     r"base_model\.model\.(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d{1,6})\."
-    rf"((?:self_attn|{_MLP})\.\w{{1,64}})\.lora_([AB])\.weight"
+    rf"((?:self_attn|{_MLP})\.\w{{1,64}}|{_EXPERTS})\.lora_([AB])\.weight"
 )
 _LITERAL = re.compile(r"\^?[\w.\\]{1,256}\$?")
 
@@ -78,26 +80,7 @@ class ReadAdapter(NamedTuple):
 
     digest: str
     rank: int  # the largest
-    matrices: dict[int, LowRankMatrix]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
-    """The values of adapter_config.json that the adapter's numbers depend on."""
-
-    rank: int
-    alpha: float
-    by_root: bool  # rank-stabilised (Kalajdzievski 2023, arXiv:2312.03732): alpha over the root of the rank
-    ranks: Mapping[str, float]  # by pattern
-    alphas: Mapping[str, float]
-    targets: tuple[str, ...]  # names of modules; none: an expression says which, or all are
-
-    def rank_of(self, module: str) -> int:
-        return int(_of_pattern(self.ranks, module, self.rank))
-
-    def scale_of(self, module: str) -> float:
-        rank, alpha = self.rank_of(module), _of_pattern(self.alphas, module, self.alpha)
-        return alpha / (math.sqrt(rank) if self.by_root else rank)
+    matrices: dict[int, LowRankMatrix | LowRankExperts]
 
 
 def read_adapter(path: Path, config: ModelConfig, *, max_rank: int) -> ReadAdapter:
@@ -111,29 +94,23 @@ def read_adapter(path: Path, config: ModelConfig, *, max_rank: int) -> ReadAdapt
     settings = _settings(path / CONFIG, plain, max_rank)
     shapes = _module_shapes(config)
     _check_targets(path / CONFIG, settings, shapes)
+    check_parameters(path / CONFIG, settings, config)
     most = 4 * max_rank * sum(rows + columns for rows, columns in shapes.values()) + _MOST_HEADER_BYTES
     data = _read(weights, most, f"more than the adapted matrices can have with --max-lora-rank {max_rank}")
-    pairs = _pairs(weights, data, settings, shapes)
-    if not pairs:
+    pairs, stacks = _pairs(weights, data, settings, config, shapes)
+    if not pairs and not stacks:
         raise ModelLoadError(f"{weights}: it has no matrices for this model")
     digest = hashlib.sha256(len(plain).to_bytes(8, "little") + plain + data).hexdigest()
-    return ReadAdapter(
-        digest=digest,
-        rank=max(len(pair.shrink) for pair in pairs.values()),
-        matrices=dict(_matrices(config, pairs, shapes)),
-    )
+    ranks = [len(pair.shrink) for pair in pairs.values()] + [part.shrink.shape[1] for part in stacks.values()]
+    matrices: dict[int, LowRankMatrix | LowRankExperts] = dict(_matrices(config, pairs, shapes))
+    matrices |= expert_matrices(weights, config, pairs, stacks)
+    return ReadAdapter(digest=digest, rank=max(ranks), matrices=matrices)
 
 
 def most_adapter_bytes(config: ModelConfig, rank: int, itemsize: int) -> int:
     """The memory of an adapter of this rank that adds to all matrices, at most."""
     values = sum(rows + columns + 32 for rows, columns in _module_shapes(config).values())
     return rank * values * itemsize
-
-
-class _Pair(NamedTuple):
-    shrink: Tensor  # [r, K]
-    expand: Tensor  # [N, r]
-    scale: float
 
 
 def _read(file: Path, most: int, why: str) -> bytes:
@@ -152,7 +129,10 @@ def _module_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     found = {}
     for name, shape in expected_shapes(config).items():
         module = re.fullmatch(
-            rf"(model\.layers\.\d+\.(?:self_attn\.(?:q|k|v|qkv|o)|{_MLP}\.(?:gate|up|gate_up|down))_proj)\.weight", name
+            r"(model\.layers\.\d+\."
+            rf"(?:self_attn\.(?:q|k|v|qkv|o)|{_MLP}\.(?:gate|up|gate_up|down)|mlp\.experts\.\d+\.(?:gate|up|down))_proj)"
+            r"\.weight",
+            name,
         )
         if module is not None:
             found[module[1]] = (shape[0], shape[1])
@@ -163,7 +143,7 @@ class _Wrong(Exception):
     """A key of the configuration, and what is wrong with its value."""
 
 
-def _settings(file: Path, data: bytes, max_rank: int) -> _Settings:
+def _settings(file: Path, data: bytes, max_rank: int) -> Settings:
     try:
         plain = json.loads(data)
     except (UnicodeDecodeError, ValueError, RecursionError):
@@ -194,10 +174,13 @@ def _check_kind(plain: Mapping[str, Any]) -> None:
         raise _Wrong("init_lora_weights", "it changes the model's own weights; convert the adapter to plain LoRA")
 
 
-def _checked(plain: Mapping[str, Any], max_rank: int) -> _Settings:
+def _checked(plain: Mapping[str, Any], max_rank: int) -> Settings:
     targets = plain.get("target_modules")
     if not (targets is None or isinstance(targets, str) or _are_names(targets)):
         raise _Wrong("target_modules", "it is no list of names")
+    parameters = plain.get("target_parameters") or []
+    if not _are_names(parameters):
+        raise _Wrong("target_parameters", "it is no list of names")
     rank, alpha, by_root = plain.get("r", 8), plain.get("lora_alpha", 8), plain.get("use_rslora", False)
     if not _is_rank(rank):
         raise _Wrong("r", "it is no rank")
@@ -209,13 +192,15 @@ def _checked(plain: Mapping[str, Any], max_rank: int) -> _Settings:
     for key, most in (("r", rank), ("rank_pattern", max(ranks.values(), default=0))):
         if most > max_rank:
             raise _Wrong(key, f"rank {most:g} is more than --max-lora-rank {max_rank}")
-    return _Settings(
+    return Settings(
         rank=rank,
         alpha=float(alpha),
         by_root=by_root,
         ranks=ranks,
         alphas=_patterns(plain, "alpha_pattern", _is_number),
         targets=() if targets is None or isinstance(targets, str) else tuple(targets),
+        parameters=tuple(parameters),
+        version=str(plain.get("peft_version") or ""),
     )
 
 
@@ -241,18 +226,10 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
-def _of_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """Of the first pattern that is the module's name or an end of it, as PEFT chooses."""
-    for pattern, value in patterns.items():
-        whole, literal = pattern.startswith("^"), pattern.strip("^$").replace("\\.", ".")
-        if module == literal or (not whole and module.endswith("." + literal)):
-            return value
-    return default
-
-
-def _check_targets(file: Path, settings: _Settings, shapes: Mapping[str, tuple[int, int]]) -> None:
+def _check_targets(file: Path, settings: Settings, shapes: Mapping[str, tuple[int, int]]) -> None:
     for target in settings.targets:
-        if not any(module == target or module.endswith("." + target) for module in shapes):
+        meant = common_name(f"model.layers.0.mlp.experts.0.{target}.")[:-1].rpartition(".")[2]  # of experts' own names
+        if not any(module == target or module.endswith((f".{target}", f".experts.0.{meant}")) for module in shapes):
             known = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in shapes))
             raise ModelLoadError(
                 f"{file}: target_modules names {target[:80]!r}, which is no matrix of this model that adapters add to;"
@@ -260,42 +237,37 @@ def _check_targets(file: Path, settings: _Settings, shapes: Mapping[str, tuple[i
             )
 
 
-def _pairs(file: Path, data: bytes, settings: _Settings, shapes: Mapping[str, tuple[int, int]]) -> dict[str, _Pair]:
-    """A and B of each adapted module."""
+def _pairs(
+    file: Path, data: bytes, settings: Settings, config: ModelConfig, shapes: Mapping[str, tuple[int, int]]
+) -> tuple[dict[str, Pair], dict[str, LowRankPart]]:
+    """A and B of each adapted module, and of each adapted parameter of all experts of a layer."""
     try:
         tensors = load_tensors(data)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise ModelLoadError(f"{file}: it is no file of safetensors: {error}") from None
     found: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    own_names, stacks = {}, ExpertStacks(file, config, settings)
     for name, tensor in sorted(tensors.items()):
         matched = _TENSOR.fullmatch(name)
-        module = "" if matched is None else f"model.layers.{int(matched[1])}.{matched[2]}"
-        if matched is None or module not in shapes:
-            what = "experts are not adapted" if ".experts." in name else "it belongs to no matrix that adapters add to"
-            raise ModelLoadError(f"{file}: tensor {name[:160]}: {what}")
-        found[module][matched[3]] = tensor
+        own = "" if matched is None else f"model.layers.{int(matched[1])}.{matched[2]}"
+        module = common_name(own + ".")[:-1]
+        if matched is not None and stacks.take(module, matched[3], tensor):
+            continue
+        if module not in shapes:
+            raise ModelLoadError(f"{file}: tensor {name[:160]}: it belongs to no matrix that adapters add to")
+        assert matched is not None
+        found[module][matched[3]], own_names[module] = tensor, own
     pairs = {}
     for module, both in found.items():
-        rank, (rows, columns) = settings.rank_of(module), shapes[module]
+        rank, (rows, columns) = settings.rank_of(own_names[module]), shapes[module]
         for part, shape in (("A", (rank, columns)), ("B", (rows, rank))):
-            _check_tensor(file, f"{module}.lora_{part}", both.get(part), shape)
-        pairs[module] = _Pair(both["A"], both["B"], settings.scale_of(module))
-    return pairs
-
-
-def _check_tensor(file: Path, name: str, tensor: Tensor | None, shape: tuple[int, int]) -> None:
-    if tensor is None:
-        raise ModelLoadError(f"{file}: {name} is missing")
-    if tuple(tensor.shape) != shape:
-        raise ModelLoadError(f"{file}: {name} has shape {list(tensor.shape)}, the configuration implies {list(shape)}")
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ModelLoadError(f"{file}: {name} is stored as {str(tensor.dtype).removeprefix('torch.')}")
-    if not bool(torch.isfinite(tensor).all()):
-        raise ModelLoadError(f"{file}: {name} holds values that are not finite numbers")
+            check_tensor(file, f"{module}.lora_{part}", both.get(part), shape)
+        pairs[module] = Pair(both["A"], both["B"], settings.scale_of(own_names[module]))
+    return pairs, stacks.parts()
 
 
 def _matrices(
-    config: ModelConfig, pairs: Mapping[str, _Pair], shapes: Mapping[str, tuple[int, int]]
+    config: ModelConfig, pairs: Mapping[str, Pair], shapes: Mapping[str, tuple[int, int]]
 ) -> Iterator[tuple[int, LowRankMatrix]]:
     """By site; a module's rows lie where those of its matrix do."""
     for index in range(config.num_layers):

@@ -52,7 +52,7 @@ class ExpertLayers:
         scale = self._config.residual_scale if after is None else 1.0
         if known.shared_inner:
             yield from self._shared(index, known, norm)
-        yield self._mix(prefix, prefix, known, norm, to_residual=after is None)
+        yield self._mix(index, prefix, known, norm, to_residual=after is None)
         if known.shared_inner:  # it read x before the experts were added
             down = self._matrix(prefix + "shared_down", [Part(f"{prefix}mlp.{known.entry.shared}.down_proj")])
             yield LinearAdd(
@@ -61,11 +61,12 @@ class ExpertLayers:
         if after is not None:
             yield NormAdd(norm=after)
 
-    def ops_beside(self, prefix: str, known: ExpertsConfig, after: Norm, scale: float) -> Iterator[LayerOp]:
+    def ops_beside(self, index: int, known: ExpertsConfig, after: Norm, scale: float) -> Iterator[LayerOp]:
         """Experts beside an MLP that has left its result as y: both are normed, and their sum is normed again."""
+        prefix = f"model.layers.{index}."
         of_mlp, before, of_experts = (self._norm(f"{prefix}{name}.weight") for name in known.entry.beside_mlp or ())
         yield NormHold(norm=of_mlp)
-        yield self._mix(prefix, prefix + "experts_", known, before, to_residual=False)
+        yield self._mix(index, prefix + "experts_", known, before, to_residual=False)
         yield NormHold(norm=of_experts, adds=True)
         yield NormAdd(norm=after, scale=scale, source="held")
 
@@ -83,10 +84,8 @@ class ExpertLayers:
             tensor = self._source.tensor(f"{prefix}mlp.{known.entry.shared_gate}.weight")
             yield GateWide(norm=norm, weight=self._router(tensor, None))
 
-    def _mix(
-        self, prefix: str, place: str, known: ExpertsConfig, norm: Norm | None, *, to_residual: bool
-    ) -> MixExperts:
-        config, mlp = self._config, prefix + "mlp."
+    def _mix(self, index: int, place: str, known: ExpertsConfig, norm: Norm | None, *, to_residual: bool) -> MixExperts:
+        config, mlp = self._config, f"model.layers.{index}.mlp."
 
         def parts(name: str, rows: int) -> list[Part]:
             whole = expert_rows(rows)
@@ -108,6 +107,7 @@ class ExpertLayers:
             experts=experts,
             scale=config.residual_scale,
             to="x" if to_residual else "y",
+            site=site_of(index, "experts_gate_up"),
         )
 
     def _routing(self, mlp: str, known: ExpertsConfig) -> Routing:

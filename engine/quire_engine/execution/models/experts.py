@@ -42,6 +42,13 @@ _OTHER_NAMES = (
 )
 
 
+def common_name(name: str) -> str:
+    """The name of `expert_shapes` for a tensor of a router or an expert; any other name as it is."""
+    for old, new in _OTHER_NAMES:
+        name = old.sub(new, name)
+    return name
+
+
 def is_expert(name: str) -> bool:
     """Whether a tensor belongs to one expert."""
     return ".mlp.experts." in name
@@ -102,8 +109,7 @@ def take_experts(checkpoint: Checkpoint, config: ModelConfig) -> None:
     known = config.experts
     if known is None:
         return
-    for old, new in _OTHER_NAMES:
-        checkpoint.rename(lambda name: old.sub(new, name))  # noqa: B023
+    checkpoint.rename(common_name)
     for name in sorted(checkpoint.names):
         if name.endswith(SELECTION_BIAS):
             _take_bias(checkpoint, name)

@@ -338,7 +338,7 @@ class _Layers:
             return
         yield self._norm_gate_up(index, norm)
         yield Project(source="wide", weight=self._down(index), site=site_of(index, "down"))
-        yield from self._experts.ops_beside(prefix, known, after, self._scalar(prefix))
+        yield from self._experts.ops_beside(index, known, after, self._scalar(prefix))
 
     def _down(self, index: int) -> LinearWeight:
         prefix = f"model.layers.{index}."

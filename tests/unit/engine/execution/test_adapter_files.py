@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.adapter import read_adapter
 from quire_engine.execution.models.config import ModelConfig, load_model_config
-from support.adapters import write_adapter
+from support.adapters import fused, write_adapter
 from support.checkpoints import shared_checkpoint
 
 Change = Callable[[Path], object]
@@ -49,7 +49,11 @@ BAD: dict[str, tuple[Change, str]] = {
     "dora": (configured(use_dora=True), "use_dora=true: it is not supported: DoRA"),
     "modules": (configured(modules_to_save=["lm_head"]), r'modules_to_save=\["lm_head"\]: it is not supported'),
     "tokens": (configured(trainable_token_indices=[1]), "trainable_token_indices"),
-    "parameters": (configured(target_parameters=["mlp.experts.gate_up_proj"]), "parameters of experts"),
+    "parameters": (
+        configured(target_parameters=["mlp.experts.gate_up_proj"]),
+        "target_parameters names 'mlp.experts.gate_up_proj', which is no parameter of this model.*those are none",
+    ),
+    "no parameters": (configured(target_parameters="mlp.experts.gate_up_proj"), "target_parameters=.*no list of names"),
     "transposed": (configured(fan_in_fan_out=True), "fan_in_fan_out=true"),
     "biases": (configured(bias="all"), 'bias="all": it is not supported'),
     "own biases": (configured(lora_bias=True), "lora_bias=true"),
@@ -78,7 +82,7 @@ BAD: dict[str, tuple[Change, str]] = {
     ),
     "experts": (
         stored(lambda t: t.update({Q.replace("self_attn.q_proj", "mlp.experts.0.up_proj"): torch.zeros(4, 64)})),
-        "experts are not adapted",
+        "belongs to no matrix",
     ),
     "layer": (stored(lambda t: t.update({Q.replace(".0.", ".7.", 1): torch.zeros(4, 64)})), "belongs to no matrix"),
     "magnitude": (
@@ -127,6 +131,62 @@ def test_experts_are_refused_by_their_targets(tmp_path: Path) -> None:
     assert read_adapter(path, model_config("mixtral"), max_rank=16).rank == 4
     configured(target_modules=["q_proj", "gate"])(path)
     with pytest.raises(ModelLoadError, match="names 'gate', which is no matrix"):
+        read_adapter(path, model_config("mixtral"), max_rank=16)
+
+
+OF_EXPERTS: dict[str, tuple[Change, str]] = {
+    "a router": (configured(target_parameters=["mlp.gate.weight"]), "names 'mlp.gate.weight', which is no parameter"),
+    "half a pair": (
+        stored(lambda t: t.pop("base_model.model.model.layers.0.mlp.experts.lora_B.weight")),
+        r"experts\.down_proj\.lora_B is missing",
+    ),
+    "not targeted": (
+        configured(target_parameters=["experts.gate_up_proj"]),
+        r"experts\.base_layer\.lora_A\.weight: it belongs to no matrix",
+    ),
+    "of another rank": (configured(rank_pattern={"gate_up_proj": 3}), r"gate_up_proj\.lora_A has shape \[64, 64\]"),
+    "twice": (
+        stored(
+            lambda t: t.update(
+                {
+                    f"base_model.model.model.layers.0.mlp.experts.1.down_proj.lora_{part}.weight": torch.ones(shape)
+                    for part, shape in (("A", (4, 40)), ("B", (64, 4)))
+                }
+            )
+        ),
+        "down_proj is adapted twice, as a whole and by expert",
+    ),
+    "before 0.19": (
+        stored(
+            lambda t: t.update(
+                {
+                    "base_model.model.model.layers.0.mlp.experts.lora_A.weight": torch.ones(32, 64),
+                    "base_model.model.model.layers.0.mlp.experts.lora_B.weight": torch.ones(40, 32),
+                }
+            )
+        ),
+        "inputs and outputs in the places that they had before PEFT 0.19",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_a_bad_adapter_of_all_experts_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    path = fused(tmp_path / "fused", write_adapter(tmp_path / "each", shared_checkpoint("qwen3_moe")))
+    assert len(read_adapter(path, model_config("qwen3_moe"), max_rank=16).matrices) == 2 * 3 + 4 + 2
+    change, message = OF_EXPERTS[name]
+    change(path)
+    with pytest.raises(ModelLoadError, match=message) as refused:
+        read_adapter(path, model_config("qwen3_moe"), max_rank=16)
+    assert "\n" not in str(refused.value)
+
+
+def test_experts_of_one_layer_are_alike(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path, shared_checkpoint("mixtral"), ranks={"1.w2": 2})
+    configured(rank_pattern={}, alpha_pattern={"1.w2": 3.0})(path)
+    with pytest.raises(
+        ModelLoadError, match=r"experts\.1\.down_proj has rank 4 and scale 0\.75, another expert 4 and 2"
+    ):
         read_adapter(path, model_config("mixtral"), max_rank=16)
 
 
