@@ -47,6 +47,7 @@ from quire_engine.execution.executor import (
     spare_blocks,
     staging_blocks_for,
 )
+from quire_engine.execution.gpu.adapters import place_adapters
 from quire_engine.execution.gpu.ranks import DeviceLeader
 from quire_engine.execution.kernel_checks import checked_here, select_kernels
 from quire_engine.execution.kv_storage import KVStorage, block_bytes, pool_blocks
@@ -353,7 +354,10 @@ def build(
     pool = resolved.pool(memory.before_load(to_come))
     decoder = loading.load(memory.positions(pool))
     resolved = replace(resolved, weights=resolved.loaded(decoder.packed_bytes))
-    pool_bytes = memory.after_load(decoder)
+    asked, model, kernels = resolved.asked, resolved.model, resolved.kernels
+    placed = place_adapters(asked, model, kernels, resolved.dtype, resolved.device)
+    adapters = make_adapters(asked, model, kernels, placed)
+    pool_bytes = memory.after_load(decoder, adapters)
     if pool_bytes is not None:
         pool = resolved.pool(pool_bytes if devices is None else devices.least(pool_bytes))
     drafter, decoder = _with_drafter(resolved, pool, tell, decoder)
@@ -362,7 +366,6 @@ def build(
         decoder = ranks.begin(decoder, **sizes, positions=memory.positions(pool), has_states=bool(resolved.kept_bytes))
     leader = None if devices is None else devices.begin(num_blocks=pool.num_blocks, max_model_len=pool.max_model_len)
     grammars = _make_grammars(config, resolved.model.vocab_size)
-    adapters = make_adapters(resolved.asked, resolved.model, resolved.kernels)
     surviving = _surviving(resolved, pool, pool_fd)
     made = _make_executor(resolved, decoder, pool, grammars, adapters, ranks or leader, surviving)
     executor, swap_seconds, host_keys, store, peers = made

@@ -280,6 +280,9 @@ def _adapter_lines(plan: EnginePlan) -> list[tuple[str, str]]:
     if not plan.adapters:
         return []
     at_once, size = plan.scheduler.limits.max_loras, bytes_text(plan.adapter_bytes)
+    if plan.device != "cpu":
+        places = f"{at_once} places on the GPU, of rank {plan.max_lora_rank} or less: {size}"
+        return [("adapters", f"{places}; at most {plan.adapters} in the host's memory")]
     text = f"at most {plan.adapters} in memory, of rank {plan.max_lora_rank} or less: {size}; {at_once} run at once"
     return [("adapters", text)]
 

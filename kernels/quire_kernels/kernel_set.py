@@ -8,12 +8,13 @@ know: the engine, the server, models.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from quire_kernels.low_rank import LowRank, LowRankExperts, LowRankMatrix, PlacedOps
 from quire_kernels.packed_form import PackedForm
 from quire_kernels.ranks import Collective
 from quire_kernels.stored import StoredKind, StoredMatrix
@@ -231,44 +232,6 @@ class ExpertMatrices:
 Source = Literal["mixed", "wide"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowRankPart:
-    """B A, which an adapter (LoRA, Hu et al. 2021, arXiv:2106.09685) adds to some rows of a matrix, times `scale`."""
-
-    first_row: int  # of the matrix; of a gate-up pair, the gate's rows come before up's
-    shrink: Tensor  # A [r, K]
-    expand: Tensor  # B [n, r]
-    scale: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowRankMatrix:
-    """The parts that an adapter adds to one matrix [N, K]; no row is in two of them."""
-
-    num_rows: int  # N; of a gate-up pair both together
-    num_inputs: int  # K
-    gate_up: bool
-    parts: tuple[LowRankPart, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowRankExperts:
-    """The same for one matrix [N, K] of every one of E experts: A of a part is [E, r, K], and B [E, n, r]."""
-
-    count: int  # E
-    num_rows: int  # N, without the rows that a matrix is filled up with
-    num_inputs: int
-    gate_up: bool
-    parts: tuple[LowRankPart, ...]
-
-    def of(self, expert: int) -> LowRankMatrix:
-        """One expert's."""
-        parts = tuple([replace(part, shrink=part.shrink[expert], expand=part.expand[expert]) for part in self.parts])
-        return LowRankMatrix(num_rows=self.num_rows, num_inputs=self.num_inputs, gate_up=self.gate_up, parts=parts)
-
-
-# A `LowRankMatrix` or `LowRankExperts` in the implementation's form. Opaque to the model.
-LowRank = Any
 # A sequence of what an adapter adds at each site of a program, `LowRank | None`, in the implementation's form.
 AdapterSites = Any
 
@@ -277,7 +240,8 @@ AdapterSites = Any
 class Addend:
     """The addend of the product of T rows, before activation and residual, by each row's adapter, if it has one."""
 
-    slots: Tensor  # [T] int32, the place of each row's adapter in `matrices`; -1: it has none
+    # [T] int32, the place of each row's adapter in `matrices`, or where that is one of `Places` among these; -1: none
+    slots: Tensor
     matrices: tuple[LowRank | None, ...]  # of this product; None: the adapter leaves it as it is
 
 
@@ -286,7 +250,7 @@ class StepAdapters:
     """The adapters of a step's rows, for all products."""
 
     slots: Tensor  # [T] int32, the place of each row's adapter in `adapters`; -1: it has none
-    adapters: tuple[AdapterSites, ...]
+    adapters: tuple[AdapterSites, ...]  # or (Places,), whose places `slots` are
 
     def at(self, site: int | None) -> Addend | None:
         """The addend at one site; None: no row has any."""
@@ -305,8 +269,9 @@ class AdaptedOps:
     """The products of a kernel set with what adapters add to their rows.
 
     A row without an adapter has the bits of the op of the same name in `KernelSet`. For another row h = (A x) * scale
-    and B h are float32, and B h is added to the projection with its bias before the next rounding. Each of a row's sums
-    has an order of its own, whatever the other rows and their adapters are.
+    and B h are float32, and B h is added to the projection with its bias before the next rounding; a set that has
+    `placed` may round the projection first. Each of a row's sums has an order of its own, whatever the other rows and
+    their adapters are.
 
     pack(matrix) -> LowRank
         Copies what it needs.
@@ -319,6 +284,8 @@ class AdaptedOps:
     mix_experts(x, norm, routing, experts, scale, residual, above, below) -> [T, H], or None
         The op of the same name; `above` is the addend of each row's experts' gate and up, `below` that of their down,
         each None where no row has any.
+    placed
+        For sets that compute steps on a device by themselves: addends are of `Places`, and nothing else is packed.
     told(adapter sites) -> tensors, and restored(tensors) -> AdapterSites, or None
         The same adapter in another process that computes with this one; for sets that have `join`.
     """
@@ -331,12 +298,8 @@ class AdaptedOps:
     norm_gate_up: Callable[[Tensor, Norm | None, LinearWeight, Activation, Addend], Tensor]
     linear_add: Callable[[Tensor, LinearWeight, Tensor, float, Addend], Tensor]
     pack_experts: Callable[[LowRankExperts], LowRank] | None = None
-    mix_experts: (
-        Callable[
-            [Tensor, Norm | None, Routing, ExpertMatrices, float, Tensor | None, Addend | None, Addend | None], Tensor
-        ]
-        | None
-    ) = None
+    mix_experts: Callable[..., Tensor] | None = None
+    placed: PlacedOps | None = None
     told: Callable[[AdapterSites], tuple[Tensor, ...]] | None = None
     restored: Callable[[Sequence[Tensor]], AdapterSites] | None = None
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from quire_kernels.cpu.variants import usable_variants
-from quire_kernels.kernel_set import Addend, KernelSet, LowRankMatrix, LowRankPart, Norm
+from quire_kernels.kernel_set import Addend, KernelSet, Norm
+from quire_kernels.low_rank import LowRankMatrix, LowRankPart
 from quire_kernels.reference import REFERENCE
 from support.cpu_linear import EPS, KINDS, Operands, kernel_set, operands
 from support.cpu_stored import stored_matrix

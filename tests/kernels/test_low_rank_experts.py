@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from quire_kernels.cpu.variants import usable_variants
-from quire_kernels.kernel_set import Addend, KernelSet, LowRankExperts, LowRankPart, Norm
+from quire_kernels.kernel_set import Addend, KernelSet, Norm
+from quire_kernels.low_rank import LowRankExperts, LowRankPart
 from quire_kernels.reference import REFERENCE
 from support.cpu_linear import EPS, KINDS, kernel_set
 from support.experts import Block, packed, random_block
@@ -141,3 +142,24 @@ def test_what_does_not_fit_is_refused() -> None:
     mixture.below = other.below
     with pytest.raises(ValueError, match="does not fit the product at site 1"):
         mixture.mix(x, slots)
+
+
+def test_an_adapter_that_is_told_to_another_process_is_the_same() -> None:
+    kernels, shape = kernel_set(VARIANTS[0]), SHAPES[1]
+    ops, block = kernels.adapted, random_block(*shape[:3])
+    assert ops is not None
+    assert ops.pack_experts is not None
+    assert ops.told is not None
+    assert ops.restored is not None
+    above, below = (ops.pack_experts(each) for each in parts_of(block, 1))
+    bound = ops.bind((above, None, below))
+    again = ops.restored(ops.told(bound))
+    assert again[1] is None
+    for site in (0, 2):
+        assert again[site].product == bound[site].product
+        assert (again[site].args.rank, again[site].args.per_expert) == (
+            bound[site].args.rank,
+            bound[site].args.per_expert,
+        )
+        for name, tensor in bound[site].memory.items():
+            assert torch.equal(again[site].memory[name], tensor), name

@@ -18,6 +18,7 @@ from quire_engine.execution.logit_rules import SampleRow
 from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import AttentionInput, AttentionRows, AttentionShape, ChoiceRows, KernelSet
 from quire_kernels.reference import REFERENCE
+from support.simulated_adapters import ADAPTED
 
 
 @torch.library.custom_op("quire_tests::attention", mutates_args=())
@@ -158,5 +159,11 @@ def choose(logits: Tensor, rows: ChoiceRows) -> tuple[Tensor, Tensor, Tensor]:
 
 
 SIMULATED: KernelSet = replace(
-    REFERENCE, name="simulated", attention=attention, choose=choose, greedy=None, bounded_attention=True
+    REFERENCE,
+    name="simulated",
+    attention=attention,
+    choose=choose,
+    greedy=None,
+    bounded_attention=True,
+    adapted=ADAPTED,
 )

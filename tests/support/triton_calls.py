@@ -12,8 +12,10 @@ from typing import get_args
 
 import torch
 
+from quire_kernels.adapter_places import AdapterPlaces
 from quire_kernels.kernel_set import (
     Activation,
+    Addend,
     AttentionShape,
     ChoiceRows,
     ExpertMatrices,
@@ -21,6 +23,7 @@ from quire_kernels.kernel_set import (
     Routing,
     expert_rows,
 )
+from quire_kernels.low_rank import AdaptedProduct
 from quire_kernels.reference.linear import Linear
 from quire_kernels.stored import StoredKind
 from quire_kernels.triton.activation import gate_mul, mul_sigmoid
@@ -28,6 +31,7 @@ from quire_kernels.triton.attention import TritonAttention
 from quire_kernels.triton.choose import choose
 from quire_kernels.triton.copy_blocks import copy_blocks
 from quire_kernels.triton.experts import ExpertOps
+from quire_kernels.triton.low_rank import add_adapted
 from quire_kernels.triton.norm import norm_add, rms_norm
 from quire_kernels.triton.pool import KVType
 from quire_kernels.triton.product import TiledProduct
@@ -129,6 +133,22 @@ def _experts(dtype: torch.dtype) -> None:
         ExpertOps(same_tiles=same_tiles).mix_experts(x, norm, routing, experts, 1.0, x.clone())
 
 
+def _adapters(dtype: torch.dtype) -> None:
+    """Of rank 16 and 64, for Llama-3.1-8B's queries, keys and values, and for its down product."""
+    products = (
+        AdaptedProduct(num_rows=6144, num_inputs=4096, starts=(0, 4096, 5120)),
+        AdaptedProduct(num_rows=28672, num_inputs=4096, starts=(0, 14336)),
+        AdaptedProduct(num_rows=4096, num_inputs=14336, starts=(0,)),
+    )
+    for rank in (16, 64):
+        for product in products:
+            places = AdapterPlaces([product], 2, rank, dtype, torch.device("cpu"))
+            for rows in (8, 1000):
+                out = _empty(rows, product.num_rows, dtype=dtype)
+                addend = Addend(slots=_empty(rows, dtype=torch.int32), matrices=(places[0],))
+                add_adapted(out, _empty(rows, product.num_inputs, dtype=dtype), addend)
+
+
 def choice_rows(num_rows: int, *, draws: bool = True, limits_k: bool = True, limits_p: bool = True) -> ChoiceRows:
     """Uninitialised parameters of the right types."""
     return ChoiceRows(
@@ -199,6 +219,8 @@ CASES: dict[str, Callable[[int], object]] = {
     "stored e4m3": lambda _: _stored("e4m3", 4096),
     "experts bf16": lambda _: _experts(_BF16),
     "experts fp16": lambda _: _experts(torch.float16),
+    "adapters bf16": lambda _: _adapters(_BF16),
+    "adapters fp16": lambda _: _adapters(torch.float16),
     "attention 16/8x128": lambda gpu: _attention(gpu, 16, 8, 128),
     "attention 32/8x128 fp8": lambda gpu: _attention(gpu, 32, 8, 128, kv_type="fp8"),
     "attention 32/8x128 deterministic": lambda gpu: _attention(gpu, 32, 8, 128, deterministic=True),

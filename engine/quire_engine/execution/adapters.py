@@ -6,23 +6,26 @@ Promises: a request computes with the weights whose digest it names or ends with
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from quire_engine.config import EngineConfig
 from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.execution.model_input import host_tensor
-from quire_engine.execution.models.adapter import ReadAdapter, most_adapter_bytes, read_adapter
+from quire_engine.execution.models.adapter import ReadAdapter, adapted_products, most_adapter_bytes, read_adapter
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.served import ModelFacts
 from quire_engine.execution.models.sites import SITES
 from quire_engine.execution.step_tensors import StepTensors
 from quire_engine.types import Adapter, AdaptersInUse
-from quire_kernels.kernel_set import AdaptedOps, AdapterSites, KernelSet, LowRank, LowRankMatrix, StepAdapters
+from quire_kernels.kernel_set import AdaptedOps, AdapterSites, KernelSet, StepAdapters
+from quire_kernels.low_rank import LowRank, LowRankMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,20 @@ class Packed:
     num_bytes: int
 
 
+class Copied(Protocol):
+    """An adapter in memory that a device copies from."""
+
+    tensor: Tensor
+
+
+class Placed(Protocol):
+    """The adapters in a device's places; see `gpu.adapters.PlacedAdapters`."""
+
+    packed_of: Callable[[str], Any]
+
+    def packed(self, matrices: Mapping[int, LowRankMatrix]) -> Copied: ...
+
+
 class AdapterCache:
     """At most `most` adapters. One that requests have which run or wait is not dropped.
 
@@ -42,7 +59,13 @@ class AdapterCache:
     that a request for another adapter waits for those alone that came before.
     """
 
-    def __init__(self, config: ModelConfig, ops: AdaptedOps, *, max_rank: int, most: int) -> None:
+    def __init__(
+        self, config: ModelConfig, ops: AdaptedOps, *, max_rank: int, most: int, placed: Placed | None = None
+    ) -> None:
+        """`placed`: those of a device, to which adapters are copied from here."""
+        self.placed = placed
+        if placed is not None:
+            placed.packed_of = self.sites_of
         self._config, self._ops, self._max_rank, self._most = config, ops, max_rank, most
         self._packed: dict[str, Packed] = {}  # by digest; the one that was asked for least recently first
         self._leaving: set[str] = set()  # digests
@@ -105,6 +128,10 @@ class AdapterCache:
         slots = host_tensor(step.adapter_slots, torch.device("cpu"))
         return StepAdapters(slots=slots, adapters=tuple([self._packed[digest].sites for digest in step.adapters]))
 
+    def sites_of(self, digest: str) -> AdapterSites:
+        """Its packed matrices. KeyError where it is not in memory."""
+        return self._packed[digest].sites
+
     def _begin(self, adapter: Adapter, in_use: AdaptersInUse) -> str | None:
         digest = adapter.digest
         if digest not in self._packed:
@@ -145,18 +172,25 @@ class AdapterCache:
 
     def _load(self, path: str) -> Packed:
         with torch.inference_mode():
-            return pack(read_adapter(Path(path), self._config, max_rank=self._max_rank), self._config, self._ops)
+            read = read_adapter(Path(path), self._config, max_rank=self._max_rank)
+            if self.placed is None:
+                return pack(read, self._config, self._ops)
+            single = {site: each for site, each in read.matrices.items() if isinstance(each, LowRankMatrix)}
+            if len(single) < len(read.matrices):
+                raise ModelLoadError(f"{path}: it adds to experts that rows choose, which is computed on a CPU only")
+            buffer = self.placed.packed(single)
+            return Packed(read.digest, read.rank, buffer, buffer.tensor.nbytes)
 
 
 def _check(config: EngineConfig, model: ModelFacts, kernels: KernelSet, device: torch.device) -> None:
     """Raises ConfigError where adapters cannot be computed, or where their limits disagree."""
     reason = ""
-    if device.type != "cpu":
-        reason = "adapters are computed on a CPU only"
-    elif not isinstance(model, ModelConfig):
+    if not isinstance(model, ModelConfig):
         reason = f"transformers' code computes {model.architecture}, to which adapters cannot be added"
     elif kernels.adapted is None:
         reason = f"the {kernels.name} kernels compute no adapters"
+    elif device.type != "cpu" and kernels.adapted.placed is None:
+        reason = f"the {kernels.name} kernels compute adapters on a CPU only"
     if reason:
         raise ConfigError(f"enable_lora: {reason}; leave it out, or merge the adapter into the checkpoint")
     for name, value in (("max_lora_rank", config.max_lora_rank), ("max_cpu_loras", num_kept(config))):
@@ -182,14 +216,28 @@ def adapter_bytes(config: EngineConfig, model: ModelFacts, kernels: KernelSet, d
         _check(config, model, kernels, device)
     if not config.enable_lora or not isinstance(model, ModelConfig) or kernels.adapted is None:
         return 0
-    return num_kept(config) * most_adapter_bytes(model, config.max_lora_rank, kernels.adapted.itemsize)
+    itemsize, placed = kernels.adapted.itemsize, kernels.adapted.placed
+    if placed is not None:  # the others are in the host's memory
+        return config.limits.max_loras * placed.num_bytes(adapted_products(model), config.max_lora_rank, itemsize)
+    return num_kept(config) * most_adapter_bytes(model, config.max_lora_rank, itemsize)
 
 
-def make_adapters(config: EngineConfig, model: ModelFacts, kernels: KernelSet) -> AdapterCache | None:
-    """The adapters of an engine; None where they are not enabled."""
+def adapter_scratch(config: EngineConfig, model: ModelFacts, kernels: KernelSet) -> int:
+    """Bytes of a device that the largest step with adapters takes beyond one without them."""
+    placed = None if kernels.adapted is None else kernels.adapted.placed
+    if not config.enable_lora or not isinstance(model, ModelConfig) or placed is None:
+        return 0
+    return placed.scratch(adapted_products(model), config.max_lora_rank, config.limits.max_num_batched_tokens)
+
+
+def make_adapters(
+    config: EngineConfig, model: ModelFacts, kernels: KernelSet, placed: Placed | None
+) -> AdapterCache | None:
+    """The adapters of an engine; None where they are not enabled. `placed`: the places of a device."""
     if not config.enable_lora or not isinstance(model, ModelConfig) or kernels.adapted is None:
         return None
-    return AdapterCache(model, kernels.adapted, max_rank=config.max_lora_rank, most=num_kept(config))
+    most = num_kept(config)
+    return AdapterCache(model, kernels.adapted, max_rank=config.max_lora_rank, most=most, placed=placed)
 
 
 def pack(read: ReadAdapter, config: ModelConfig, ops: AdaptedOps) -> Packed:

@@ -25,6 +25,7 @@ from quire_engine.errors import ConfigError
 from quire_engine.execution.adapters import AdapterCache
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.fault_points import FaultPoints
+from quire_engine.execution.gpu.adapters import PlacedAdapters
 from quire_engine.execution.gpu.device import CudaDevice
 from quire_engine.execution.gpu.graphs import MOST_MIXED_ROWS
 from quire_engine.execution.gpu.resident import RunnerLimits
@@ -271,9 +272,12 @@ def make_executor(
     many host blocks. `ahead`: launch before the last is done. `drafts`: some steps have them.
     `rows`: of the blocks of all ranks, where the pool is that of one. `waited`: as `Executor` has it. `others`: ranks
     on devices of their own."""
+    placed = None if adapters is None else adapters.placed
     planted = FaultPoints(faults, kv.tensor, limits.block_size) if faults else None
     host: HostBlocks | None = None
     if not runs_by_itself(kernels, device):
+        if placed is not None:
+            raise ConfigError("enable_lora: adapters of a GPU take kernels that compute a step beside the host")
         host = HostKV(rows or PoolRows(kv.tensor), num_host_blocks) if num_host_blocks else None
         runner = Runner(decoder, kv.tensor, limits.block_size, device, grammars=grammars, adapters=adapters)
         return Executor(runner, kv, host=host, faults=planted, waited=waited)
@@ -285,6 +289,7 @@ def make_executor(
         runner_limits(kernels, limits, max_model_len=max_model_len, num_blocks=num_blocks, drafts=drafts),
         max_in_flight=2 if ahead else 1,
         grammars=grammars,
+        adapters=placed if isinstance(placed, PlacedAdapters) else None,
         others=others,
     )
     if num_host_blocks:

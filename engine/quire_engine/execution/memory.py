@@ -15,6 +15,7 @@ from quire_engine.batch import Batch, ScheduledSequence
 from quire_engine.config import EngineConfig
 from quire_engine.drafts import most_drafted_rows
 from quire_engine.errors import ConfigError
+from quire_engine.execution.adapters import AdapterCache, adapter_scratch
 from quire_engine.execution.executor import Executor, make_executor, runs_by_itself, spare_blocks
 from quire_engine.execution.gpu.graphs import GRAPH_BYTES, MOST_GRAPHS, MOST_MIXED_ROWS
 from quire_engine.execution.kv_storage import KVStorage, block_bytes
@@ -42,7 +43,7 @@ class PoolMemory(Protocol):
         """The longest sequence that the model must be prepared for; `planned` is the pool that `before_load` gave."""
         ...
 
-    def after_load(self, decoder: ServedModel) -> int | None:
+    def after_load(self, decoder: ServedModel, adapters: AdapterCache | None = None) -> int | None:
         """Bytes for the pool beside the loaded weights; None: those planned before. Raises ConfigError."""
         ...
 
@@ -87,8 +88,8 @@ class CpuMemory:
     def positions(self, planned: PoolSize) -> int:
         return planned.max_model_len
 
-    def after_load(self, decoder: ServedModel) -> None:
-        del decoder
+    def after_load(self, decoder: ServedModel, adapters: AdapterCache | None = None) -> None:
+        del decoder, adapters
 
 
 class GpuMemory:
@@ -119,17 +120,25 @@ class GpuMemory:
         self._device = device
 
     def before_load(self, weights_bytes: int) -> int:
-        return self._pool_bytes(weights_bytes, estimate_workspace(self._model, self._kernels, self._asked))
+        scratch = adapter_scratch(self._asked, self._model, self._kernels)
+        return self._pool_bytes(weights_bytes, scratch + estimate_workspace(self._model, self._kernels, self._asked))
 
     def positions(self, planned: PoolSize) -> int:
         """The measured pool may hold a longer one than the planned."""
         del planned
         return self._asked.max_model_len or self._model.max_position_embeddings
 
-    def after_load(self, decoder: ServedModel) -> int:
+    def after_load(self, decoder: ServedModel, adapters: AdapterCache | None = None) -> int:
         workspace = measure_workspace(
-            decoder, self._kernels, self._asked, dtype=self._dtype, device=self._device, layout=self._layout
+            decoder,
+            self._kernels,
+            self._asked,
+            dtype=self._dtype,
+            device=self._device,
+            layout=self._layout,
+            adapters=adapters,
         )
+        workspace += adapter_scratch(self._asked, self._model, self._kernels)
         _log.info("a step takes up to %s of GPU memory beside the weights", bytes_text(workspace))
         return self._pool_bytes(0, workspace)
 
@@ -173,8 +182,9 @@ def measure_workspace(
     dtype: torch.dtype,
     device: torch.device,
     layout: KVLayout | None = None,
+    adapters: AdapterCache | None = None,
 ) -> int:
-    """Bytes beside weights and pool, at the peak of steps of `config`'s limits. Its max_model_len must be set.
+    """Bytes beside weights, pool and adapters, at the peak of steps of the limits. max_model_len must be set.
 
     With what the executor that will serve keeps on the device, its graphs among it. Leaves nothing allocated.
     `layout`: of the pool; None: all of the model's layers and heads.
@@ -193,6 +203,7 @@ def measure_workspace(
         num_blocks=1,
         device=device,
         drafts=config.speculation != "off",
+        adapters=adapters,
     )
     for batch in largest_batches(config):
         result = executor.execute(batch, graphs=False)

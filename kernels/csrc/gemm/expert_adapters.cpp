@@ -61,7 +61,8 @@ ExpertAdapters::ExpertAdapters(Context& context, const StepAdapters& step, int64
 void ExpertAdapters::run(int worker) const {
   Piece piece;
   while (pool_.third.take(worker, items_, 1, &piece)) {
-    const int64_t hit = std::upper_bound(first_items_, first_items_ + pairs_.num_hit + 1, piece.begin) - first_items_ - 1;
+    const int64_t hit =
+        std::upper_bound(first_items_, first_items_ + pairs_.num_hit + 1, piece.begin) - first_items_ - 1;
     const Addend& addend = addends_[hit];
     const int64_t first_pair = pairs_.starts[pairs_.hit[hit]], item = piece.begin - first_items_[hit];
     const int64_t group = item / chunks_, first = item % chunks_ * kItemRanks;

@@ -1,7 +1,7 @@
 // What adapters add to one of the two products of a block of experts: B (A x) of each expert's own.
 //
-// Promises: a pair of a row and an expert gets what it gets alone; what is computed is valid until the next one is made.
-// Must not know: how the products are computed, layers.
+// Promises: a pair of a row and an expert gets what it gets alone; what is computed is valid until the next one is
+// made. Must not know: how the products are computed, layers.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,9 @@ namespace quire {
 
 class ExpertAdapters {
  public:
-  // Of rows `from` [.., w.columns] that multiply one matrix of every expert, as `w` has it. `chosen`: which of them each
-  // pair multiplies: its order divided by it; 0: a row of its own. Throws std::bad_alloc. Make it while no other op runs.
+  // Of rows `from` [.., w.columns] that multiply one matrix of every expert, as `w` has it. `chosen`: which of them
+  // each pair multiplies: its order divided by it; 0: a row of its own. Throws std::bad_alloc. Make it while no other
+  // op runs.
   ExpertAdapters(Context& context, const StepAdapters& step, int64_t site, const PairOrder& pairs, int64_t top_k,
                  const Linear& w, const bf16* from, int64_t chosen);
 
@@ -34,10 +35,10 @@ class ExpertAdapters {
   const bf16* const from_;
   const int64_t chosen_, k_, columns_;
   int64_t width_ = 0, chunks_ = 0, items_ = 0;
-  Addend* addends_ = nullptr;      // [hit]
+  Addend* addends_ = nullptr;       // [hit]
   int64_t* first_items_ = nullptr;  // [hit + 1]
-  float* shrunk_ = nullptr;        // [pairs, width]
-  bf16* filled_ = nullptr;         // of each worker the rows of a group, with zeros past the columns; null: none are
+  float* shrunk_ = nullptr;         // [pairs, width]
+  bf16* filled_ = nullptr;          // of each worker the rows of a group, with zeros past the columns; null: none are
 };
 
 }  // namespace quire

@@ -229,7 +229,7 @@ struct Call {
   const bf16* x;
   int64_t m, width, top_k;
   const Norm* norm;
-  int64_t logits;  // of a row, from the router
+  int64_t logits;                          // of a row, from the router
   const StepAdapters* adapters = nullptr;  // null: none adds anything
   int64_t site = -1;                       // of gate_up; down's is the next
 };

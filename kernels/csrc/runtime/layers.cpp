@@ -145,8 +145,8 @@ QUIRE_API int32_t quire_layers(Context* context, const LayerOp* ops, int64_t cou
                                    op->site);
         break;
       case LayerOpKind::kMixExperts:
-        failed = quire_mix_experts(context, op->routing, op->experts, x, rows, op->norm, 1.0f, nullptr, y,
-                                   added_at(op), op->site);
+        failed = quire_mix_experts(context, op->routing, op->experts, x, rows, op->norm, 1.0f, nullptr, y, added_at(op),
+                                   op->site);
         break;
       case LayerOpKind::kGateWide:
         failed = quire_gate_rows(context, op->weight, x, rows, op->norm, wide_columns, wide);

@@ -184,7 +184,7 @@ class CpuLayers:
 
 
 def _sites(program: Sequence[LayerOp], width: int) -> Iterator[tuple[int, Product]]:
-    """What adapters add to, by site."""
+    """The products that adapters add to, by site."""
     for op in program:
         if isinstance(op, MixExperts) and op.site is not None:
             yield from enumerate(products_of(op.experts, width), op.site)

@@ -18,7 +18,8 @@ from quire_kernels.cpu.context import map_huge
 from quire_kernels.cpu.packing import PackedLinear
 from quire_kernels.cpu.signatures import LowRankArgs, StepAdaptersArgs
 from quire_kernels.cpu.stored import K_MULTIPLE
-from quire_kernels.kernel_set import Addend, ExpertMatrices, LowRankExperts, LowRankMatrix
+from quire_kernels.kernel_set import Addend, ExpertMatrices
+from quire_kernels.low_rank import LowRankExperts, LowRankMatrix
 
 _HALF = 32  # rows of half a panel
 _ALIGNMENT = 64
@@ -27,7 +28,7 @@ _MEMORY = ("shrink", "scales", "expand", "halves")  # of a packed matrix
 
 
 class Product(NamedTuple):
-    """What an adapter's matrix is added to."""
+    """The matrix that an adapter's matrix is added to."""
 
     num_rows: int  # of a gate-up pair both together; of experts one's
     num_inputs: int
@@ -174,7 +175,7 @@ def product_of(w: PackedLinear) -> Product:
 
 
 def products_of(experts: ExpertMatrices, width: int) -> tuple[Product, Product]:
-    """Those of experts of rows of `width`: gate and up, and down."""
+    """The products of experts of rows of `width`: gate and up, and down."""
     above = Product(2 * experts.inner, width, True, experts.count)
     return above, Product(width, experts.inner, False, experts.count)
 

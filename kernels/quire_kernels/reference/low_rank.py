@@ -17,11 +17,10 @@ from quire_kernels.kernel_set import (
     AdaptedOps,
     Addend,
     ExpertMatrices,
-    LowRankExperts,
-    LowRankMatrix,
     Norm,
     Routing,
 )
+from quire_kernels.low_rank import LowRankExperts, LowRankMatrix
 from quire_kernels.reference import experts as of_experts
 from quire_kernels.reference import linear
 from quire_kernels.reference.linear import Linear, by_tiles, gated, normed

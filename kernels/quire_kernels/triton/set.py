@@ -25,10 +25,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire_kernels.kernel_set import Activation, ChoiceRows, ExpertHalves, KernelSet, Norm, Quantization
+from quire_kernels.adapter_places import AdapterPlaces, place_bytes
+from quire_kernels.kernel_set import (
+    Activation,
+    AdaptedOps,
+    Addend,
+    ChoiceRows,
+    ExpertHalves,
+    KernelSet,
+    Norm,
+    Quantization,
+)
+from quire_kernels.low_rank import PlacedOps
 from quire_kernels.reference import REFERENCE
 from quire_kernels.reference.linear import Linear
-from quire_kernels.triton import quantise
+from quire_kernels.triton import low_rank, quantise
 from quire_kernels.triton.activation import gate_mul, mul_sigmoid
 from quire_kernels.triton.attention import TritonAttention
 from quire_kernels.triton.choose import choose
@@ -36,6 +47,7 @@ from quire_kernels.triton.copy_blocks import copy_blocks
 from quire_kernels.triton.decode_attention import decode_scratch
 from quire_kernels.triton.decode_chain import bind_decodes
 from quire_kernels.triton.experts import ExpertOps
+from quire_kernels.triton.low_rank import add_adapted
 from quire_kernels.triton.norm import norm_add, rms_norm
 from quire_kernels.triton.pool import KVType
 from quire_kernels.triton.product import TiledProduct, TorchProduct
@@ -76,6 +88,7 @@ def make_triton_set(
         expert_halves=ExpertHalves(first=experts.first, second=experts.second),
         gate_rows=experts.gate_rows,
         embed=embed,
+        adapted=linear.adapted,
         norm_linear=linear.norm_linear,
         norm_gate_up=linear.norm_gate_up,
         linear_add=linear.linear_add,
@@ -118,6 +131,10 @@ def _quantised(kernels: KernelSet, quantization: Quantization) -> KernelSet:
     )
 
 
+def _unpacked(matrix: object) -> int:
+    raise TypeError(f"{type(matrix).__name__}: adapters of a GPU are copied to their places")
+
+
 def embed(table: Tensor, ids: Tensor) -> Tensor:
     return table.index_select(0, ids)
 
@@ -145,6 +162,41 @@ class LinearOps:
         if isinstance(w, StoredLinear):
             return self._stored.linear_add(x, w, residual, scale)
         return self._plain.linear_add(x, w, residual, scale)
+
+    @property
+    def adapted(self) -> AdaptedOps:
+        """The same with what adapters add."""
+        placed = PlacedOps(make=AdapterPlaces, num_bytes=place_bytes, scratch=low_rank.scratch)
+        return AdaptedOps(
+            pack=_unpacked,
+            bind=tuple,
+            num_bytes=_unpacked,
+            itemsize=2,
+            norm_linear=self._adapted_linear,
+            norm_gate_up=self._adapted_gate_up,
+            linear_add=self._adapted_add,
+            placed=placed,
+        )
+
+    def _adapted_linear(self, x: Tensor, norm: Norm | None, w: Linear | StoredLinear, addend: Addend) -> Tensor:
+        rows = x if norm is None else rms_norm(x, norm)
+        return add_adapted(self._linear(rows, w), rows, addend)
+
+    def _adapted_gate_up(
+        self, x: Tensor, norm: Norm | None, w: Linear | StoredLinear, activation: Activation, addend: Addend
+    ) -> Tensor:
+        rows = x if norm is None else rms_norm(x, norm)
+        found = gate_mul(add_adapted(self._linear(rows, w), rows, addend), activation)
+        if isinstance(self._plain, TiledProduct) and isinstance(w, Linear):
+            # Rows without an adapter have the bits of the one launch that computes both, which need not be these.
+            plain = self._plain.gate_up(rows, w, activation)
+            return torch.where((addend.slots >= 0)[:, None], found, plain)
+        return found
+
+    def _adapted_add(
+        self, x: Tensor, w: Linear | StoredLinear, residual: Tensor, scale: float, addend: Addend
+    ) -> Tensor:
+        return add_adapted(self.linear_add(x, w, residual, scale), x, addend, scale)
 
     def logits(self, x: Tensor, norm: Norm, w: Linear | StoredLinear) -> Tensor:
         return self._logits(rms_norm(x, norm), w)

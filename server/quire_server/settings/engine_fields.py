@@ -131,7 +131,7 @@ class EngineFields(BaseModel):
     reasoning_parser: str = option(
         "auto", "Model", "how the model marks its thoughts; auto: by its chat template; none: they are text"
     )
-    enable_lora: bool = option(False, "Model", "requests may name LoRA adapters instead of the model; on a CPU only")
+    enable_lora: bool = option(False, "Model", "requests may name LoRA adapters instead of the model")
     lora_modules: LoraModules = option(
         (), "Model", "adapters to load at the start: name=directory, or JSON with name, path and base_model_name"
     )

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from quire_engine.demo import demo_model_path
-from quire_kernels.kernel_set import KernelSet
+from quire_engine.execution.model_input import model_input
+from quire_engine.execution.models.adapter import adapted_products, read_adapter
+from quire_engine.execution.models.config import load_model_config
+from quire_engine.execution.step_tensors import step_tensors
+from quire_kernels.adapter_places import AdapterPlaces
+from quire_kernels.kernel_set import KernelSet, StepAdapters
 from quire_kernels.triton import activation
 from quire_kernels.triton.set import make_triton_set
+from support.adapters import merged, write_adapter
 from support.guarded import DEVICE
-from support.model_steps import Model, scheduled
+from support.model_steps import Model, batch_of, scheduled
 
 PROMPTS = ((5, 9, 77, 30, 12), tuple(range(20, 53)), (7, 8, 9))
 
@@ -83,6 +90,39 @@ def test_fp8_keys_and_values_cost_what_their_rounding_costs():
     expected, found = (_logits(model, (1, 0, 33))[0] for model in (exact, rounded))
     error = (found - expected).norm() / expected.norm()
     assert 1e-4 < error < 0.05
+
+
+@pytest.mark.sim
+def test_rows_with_adapters_have_the_bits_that_they_have_alone(tmp_path):
+    """Beside others and a sequence without one, which keeps those of a step without adapters; near merged weights."""
+    kernels, path = make_triton_set(deterministic=True), demo_model_path()
+    config = load_model_config(path)
+    written = [write_adapter(tmp_path / str(i), path, seed=i, rank=3 + i) for i in range(2)]
+    places = AdapterPlaces(adapted_products(config), 2, 16, torch.bfloat16, DEVICE)
+    for index, each in enumerate(written):
+        host = torch.empty(len(places.place(0)), dtype=torch.uint8)
+        places.fill(host, read_adapter(each, config, max_rank=16).matrices)
+        places.place(index).copy_(host)
+
+    def logits(*asked: tuple[int, int]) -> list[torch.Tensor]:
+        """Of whole prompts with a place each."""
+        model = _model(kernels)
+        items = [scheduled(PROMPTS[i], _blocks(i), 0, len(PROMPTS[i])) for i, _ in asked]
+        step = step_tensors(batch_of(*items), model.block_size, config.vocab_size)
+        slots = [place for i, place in asked for _ in PROMPTS[i]]
+        adapters = StepAdapters(slots=torch.tensor(slots, dtype=torch.int32, device=DEVICE), adapters=(places,))
+        rows = replace(model_input(step, model.block_size, DEVICE), adapters=adapters)
+        found = model.decoder.logits(model.decoder.forward(rows, model.kv.tensor)).cpu()
+        return list(found.split([len(PROMPTS[i]) for i, _ in asked]))
+
+    together = logits((0, 1), (1, 0), (2, -1))
+    assert torch.equal(together[0], logits((0, 1))[0])
+    assert torch.equal(together[1], logits((1, 0))[0])
+    whole = scheduled(PROMPTS[2], _blocks(2), 0, len(PROMPTS[2]))
+    assert torch.equal(together[2], _model(kernels).step(whole)[0])
+    with_merged = Model(merged(tmp_path / "merged", path, written[0]), num_blocks=32, max_model_len=256)
+    wanted = with_merged.logits(PROMPTS[1])
+    assert (together[1] - wanted).norm() < 0.1 * wanted.norm()
 
 
 @pytest.mark.skipif("ttsem" in sys.modules, reason="the sanitizer launches in its own way")

@@ -199,6 +199,13 @@ def test_the_plan_reads_in_numbers_an_operator_can_check():
     assert "4.71 MiB, estimated\n" in plan_text(dataclasses.replace(PLAN, load_seconds=0.0))
 
 
+def test_the_plan_says_where_adapters_are():
+    plan = dataclasses.replace(PLAN, adapters=4, max_lora_rank=16, adapter_bytes=3 << 20)
+    assert "at most 4 in memory, of rank 16 or less: 3.00 MiB; 1 run at once" in plan_text(plan)
+    of_gpu = plan_text(dataclasses.replace(plan, device="cuda"))
+    assert "1 places on the GPU, of rank 16 or less: 3.00 MiB; at most 4 in the host's memory" in of_gpu
+
+
 def test_byte_counts_keep_three_digits():
     counts = [0, 1023, 1024, 10 * 1024 + 512, 1048575, 100 * 1048576, 3 << 30, 1 << 50]
     texts = ["0 B", "1023 B", "1.00 KiB", "10.5 KiB", "1.00 MiB", "100 MiB", "3.00 GiB", "1024 TiB"]

@@ -133,7 +133,7 @@ class CudaDevice:
         return torch.cuda.stream(self._stream)
 
     def host_buffer(self, num_bytes: int) -> HostBuffer:
-        return HostBuffer(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))
+        return pinned_buffer(num_bytes)
 
     def send(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -298,6 +298,11 @@ class PackedInput:
         if slot.read is not None:
             slot.read.wait()
         return slot
+
+
+def pinned_buffer(num_bytes: int) -> HostBuffer:
+    """Memory that any CUDA device copies from and to by itself."""
+    return HostBuffer(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))
 
 
 def aligned(num_bytes: int) -> int:

@@ -15,12 +15,13 @@ from torch import Tensor
 from quire_engine.execution.finishing import Ruled
 from quire_engine.execution.gpu.device import HostBuffer, Packed, aligned
 from quire_engine.execution.gpu.step_arrays import StepArrays, pad_slots
-from quire_engine.execution.gpu.tables import SlotTables
+from quire_engine.execution.gpu.tables import ADAPTED, SlotTables
 from quire_engine.execution.logit_rules import SampleRow, apply_rules
 from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.served import ModelFacts
 from quire_engine.execution.sampler import Chosen, Sampler
-from quire_kernels.kernel_set import AttentionRows, ChoiceRows
+from quire_kernels.kernel_set import AttentionRows, ChoiceRows, StepAdapters
+from quire_kernels.low_rank import Places
 
 _ID, _FLAG = 8, 1  # bytes
 
@@ -44,10 +45,18 @@ class Forward:
     Owns nothing: the model, the pool, the tables and the words that hold token ids are its caller's.
     """
 
-    def __init__(self, model: Model, kv: Tensor, tables: SlotTables, words: Tensor, block_size: int) -> None:
-        """`words` [n] int64: what `source` counts in."""
+    def __init__(  # noqa: PLR0917 - what its caller owns
+        self,
+        model: Model,
+        kv: Tensor,
+        tables: SlotTables,
+        words: Tensor,
+        block_size: int,
+        places: Places | None = None,
+    ) -> None:
+        """`words` [n] int64: what `source` counts in. `places`: of adapters."""
         self._model, self._kv, self._tables, self._words = model, kv, tables, words
-        self._block_size = block_size
+        self._block_size, self._places = block_size, places
 
     def hidden(
         self,
@@ -57,11 +66,12 @@ class Forward:
         counts: Sequence[int],
         *,
         chained: bool = False,
+        adapted: bool = False,
     ) -> Tensor:
         """[S, H] of the rows that are sampled, the last `counts[i]` of each sequence; writes every row's K and V.
 
         `kv_lens` may be more than the context lengths that were sent, never less. `chained`: decodes in fewer launches,
-        where the model has them.
+        where the model has them. `adapted`: rows may have adapters, whose places are among the sections.
         """
         longest = max(kv_lens)
         rows = AttentionRows(
@@ -90,16 +100,17 @@ class Forward:
             sample_rows=packed["sample_rows"],
             sampled=None if every else _sampled(rows, packed, counts),
             single_ops=not chained,
+            adapters=StepAdapters(slots=packed["row_places"], adapters=(self._places,)) if adapted else None,
         )
         return self._model.forward(step, self._kv)
 
-    def mixed(self, packed: Packed, num_rows: int, num_sequences: int, context: int) -> Tensor:
+    def mixed(self, packed: Packed, num_rows: int, num_sequences: int, context: int, adapted: bool = False) -> Tensor:
         """[num_sequences, H]: `hidden` of any step of so many rows and sequences whose contexts are `context` at most.
 
         Launched for all that such a step may hold, of kernels that find on the device what is there.
         """
         query_lens = (num_rows, *(1,) * (num_sequences - 1))
-        return self.hidden(packed, query_lens, (context,) * num_sequences, (1,) * num_sequences)
+        return self.hidden(packed, query_lens, (context,) * num_sequences, (1,) * num_sequences, adapted=adapted)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)
@@ -124,16 +135,18 @@ class Forward:
             chosen, _, any_left = self._model.choose(values, some)
             opening.keep(chosen, any_left, (into.ids, into.possible))
 
-    def decoded(self, packed: Packed, num_rows: int, context: int, *, chained: bool = False) -> Tensor:
+    def decoded(
+        self, packed: Packed, num_rows: int, context: int, *, chained: bool = False, adapted: bool = False
+    ) -> Tensor:
         """The logits of such a step."""
         ones = (1,) * num_rows
-        return self.logits(self.hidden(packed, ones, (context,) * num_rows, ones, chained=chained))
+        return self.logits(self.hidden(packed, ones, (context,) * num_rows, ones, chained=chained, adapted=adapted))
 
     def decode(
         self, packed: Packed, num_rows: int, context: int, flags: int, into: Region, *, chained: bool = False
     ) -> Tensor:
         """A step of `num_rows` decodes whose contexts are `context` at most: the logits, and a token of each row."""
-        logits = self.decoded(packed, num_rows, context, chained=chained)
+        logits = self.decoded(packed, num_rows, context, chained=chained, adapted=bool(flags & ADAPTED))
         rows = self._tables.choice_rows(
             packed["choice_slots"], packed["choice_rows"], packed["choice_positions"], flags
         )
@@ -271,3 +284,5 @@ def _pad_rows(arrays: StepArrays, num_rows: int, spare_slots: Sequence[int], fir
     arrays.source.extend(range(first_word + have, first_word + num_rows))
     step.positions.extend([0] * missing)
     step.kv_slots.extend(spare_slots[i % len(spare_slots)] for i in range(missing))
+    if arrays.flags & ADAPTED:
+        arrays.row_places.extend([-1] * missing)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire_engine.execution.gpu.device import Device, Graph
-from quire_engine.execution.gpu.tables import DRAWS, LIMITS_K, LIMITS_P
+from quire_engine.execution.gpu.tables import ADAPTED, DRAWS, LIMITS_K, LIMITS_P
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Bucket(NamedTuple):
 
     num_rows: int
     context: int  # tokens at most: it decides how many parts a decode's keys are computed in
-    flags: int  # of the choice of tokens: they decide what it launches
+    flags: int  # of the choice of tokens and of adapters: they decide what is launched
 
 
 class MixedBucket(NamedTuple):
@@ -47,6 +47,7 @@ class MixedBucket(NamedTuple):
     num_rows: int  # more than sequences
     num_sequences: int  # at least 2, so that both kinds of attention are launched
     context: int  # tokens at most
+    adapted: bool = False  # rows may have adapters
 
 
 class _Captured(NamedTuple):
@@ -57,9 +58,13 @@ class _Captured(NamedTuple):
 class StepGraphs:
     """Owns the graphs of one runner."""
 
-    def __init__(self, device: Device, *, max_rows: int, max_context: int, mixed_rows: int = 0) -> None:
-        """`mixed_rows`: of steps with prompts, at most `MOST_MIXED_ROWS`; 0: there are no graphs of such steps."""
-        self._device = device
+    def __init__(
+        self, device: Device, *, max_rows: int, max_context: int, mixed_rows: int = 0, adapted: bool = False
+    ) -> None:
+        """`mixed_rows`: of steps with prompts, at most `MOST_MIXED_ROWS`; 0: there are no graphs of such steps.
+        `adapted`: there may be adapters.
+        """
+        self._device, self._adapted = device, adapted
         self._sizes = row_buckets(max_rows)
         self._contexts = context_buckets(max_context)
         self._sequences = _SEQUENCES[: bisect_left(_SEQUENCES, max_rows) + 1]
@@ -79,7 +84,9 @@ class StepGraphs:
             return None
         return Bucket(self._sizes[size], self._contexts[length], flags)
 
-    def mixed_bucket(self, num_rows: int, num_sequences: int, context: int) -> MixedBucket | None:
+    def mixed_bucket(
+        self, num_rows: int, num_sequences: int, context: int, *, adapted: bool = False
+    ) -> MixedBucket | None:
         """The smallest that holds such a step."""
         count, length = bisect_left(self._sequences, num_sequences), bisect_left(self._contexts, context)
         if count == len(self._sequences) or length == len(self._contexts):
@@ -88,18 +95,19 @@ class StepGraphs:
         size = bisect_left(self._mixed_sizes, max(num_rows, sequences + 1))
         if size == len(self._mixed_sizes):
             return None
-        return MixedBucket(self._mixed_sizes[size], sequences, self._contexts[length])
+        return MixedBucket(self._mixed_sizes[size], sequences, self._contexts[length], adapted)
 
     @property
     def largest_mixed(self) -> MixedBucket | None:
         """None: there are no graphs of such steps."""
         fitting = [count for count in self._sequences if self._mixed_sizes and count < self._mixed_sizes[-1]]
-        return MixedBucket(self._mixed_sizes[-1], fitting[-1], self._contexts[-1]) if fitting else None
+        return MixedBucket(self._mixed_sizes[-1], fitting[-1], self._contexts[-1], self._adapted) if fitting else None
 
     @property
     def largest(self) -> Bucket:
         """The bucket that takes the most memory. Captured first, its pool has room for every other graph."""
-        return Bucket(self._sizes[-1], self._contexts[-1], DRAWS | LIMITS_K | LIMITS_P)
+        flags = DRAWS | LIMITS_K | LIMITS_P | (ADAPTED if self._adapted else 0)
+        return Bucket(self._sizes[-1], self._contexts[-1], flags)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from quire_engine.execution.gpu.device import ALIGNMENT, Device, Packed, PackedI
 from quire_engine.execution.gpu.forward import Forward, Model, region_at, region_bytes
 from quire_engine.execution.gpu.graphs import StepGraphs
 from quire_engine.execution.gpu.tables import SlotTables, padded_rows
+from quire_kernels.low_rank import Places
 
 WORD = 8  # bytes
 GRAPHS = 2  # of the regions: where graphs leave their outcome. The others take turns: 0, 1
@@ -38,14 +39,24 @@ class RunnerLimits:
 class Resident:
     """Owns it. `regions`: where steps leave their outcomes, one of them for graphs; `first_word`: of a step's ids."""
 
-    def __init__(self, model: Model, kv: Tensor, device: Device, limits: RunnerLimits, *, num_buffers: int = 2) -> None:
-        """`kv`: the pool, as the kernels lay it out."""
+    def __init__(
+        self,
+        model: Model,
+        kv: Tensor,
+        device: Device,
+        limits: RunnerLimits,
+        *,
+        num_buffers: int = 2,
+        places: Places | None = None,
+    ) -> None:
+        """`kv`: the pool, as the kernels lay it out. `places`: of adapters."""
         block_size = limits.block_size
         self.graphs = StepGraphs(
             device,
             max_rows=max(limits.max_num_seqs, limits.drafted_rows),
             max_context=limits.max_model_len,
             mixed_rows=min(limits.mixed_rows, limits.max_num_batched_tokens),
+            adapted=places is not None,
         )
         # Beside drafts a prompt may end, and all of its choices with it.
         self.max_rows = max(limits.max_num_seqs + limits.drafted_rows, self.graphs.largest.num_rows)
@@ -64,7 +75,7 @@ class Resident:
             buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device)
         self.regions = [region_at(buffer, i * each, self.max_rows) for i in range(3)]
         self.first_word = 3 * each // WORD
-        self.forward = Forward(model, kv, self.tables, buffer.view(torch.int64), block_size)
+        self.forward = Forward(model, kv, self.tables, buffer.view(torch.int64), block_size, places)
         self._input = PackedInput(device, buffer[3 * each :], num_buffers=num_buffers)
 
     def send(self, sections: Mapping[str, array[int]]) -> Packed:
@@ -78,7 +89,8 @@ class Resident:
         mixed = self.graphs.largest_mixed
         rows = padded_rows(max(self.max_rows, mixed.num_sequences if mixed else 0))
         tokens = max(limits.max_num_batched_tokens, rows, mixed.num_rows if mixed else 0)
-        of_tokens = 8 * WORD * tokens  # ids, sources, positions, slots, sample and logit rows, scored rows and ids
+        # ids, sources, positions, slots, sample and logit rows, scored rows and ids, and places of adapters
+        of_tokens = 9 * WORD * tokens
         of_sequences = 6 * WORD * rows
         of_choices = 10 * WORD * rows  # with a slot's parameters
         return aligned(of_tokens + of_sequences + of_choices + 12 * self.max_cells + 24 * ALIGNMENT)

@@ -23,6 +23,7 @@ from quire_engine.decodes import BatchInColumns
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.finishing import Finished, Finisher, Span, spans
+from quire_engine.execution.gpu.adapters import PlacedAdapters
 from quire_engine.execution.gpu.device import Device, Event, HostBuffer, Packed
 from quire_engine.execution.gpu.forward import (
     Model,
@@ -35,11 +36,12 @@ from quire_engine.execution.gpu.forward import (
 from quire_engine.execution.gpu.graphs import Bucket, MixedBucket
 from quire_engine.execution.gpu.resident import GRAPHS, Resident, RunnerLimits
 from quire_engine.execution.gpu.step_arrays import StepArrays, build_step_arrays
+from quire_engine.execution.gpu.tables import ADAPTED
 from quire_engine.execution.gpu.told import Nobody, Told
 from quire_engine.execution.model_input import lengths
 from quire_engine.execution.runner import LOGITS_BYTES
 from quire_engine.execution.sampler import Chosen, Sampler
-from quire_engine.execution.step_tensors import step_tensors
+from quire_engine.execution.step_tensors import StepTensors, step_tensors
 from quire_kernels.kernel_set import ChoiceRows
 
 _log = logging.getLogger(__name__)
@@ -86,20 +88,23 @@ class GpuRunner:
         limits: RunnerLimits,
         *,
         grammars: Grammars | None = None,
+        adapters: PlacedAdapters | None = None,
         logits_bytes: int = LOGITS_BYTES,
         num_buffers: int = 2,
         max_in_flight: int = 2,
         others: Told | None = None,
     ) -> None:
-        """`kv`: the pool, as the kernels lay it out. Without `grammars` requests for them fail. `others`: ranks that
-        compute the model together with this one."""
+        """`kv`: the pool, as the kernels lay it out. Without `grammars` or `adapters` requests for them fail. `others`:
+        ranks that compute the model together with this one."""
         self.max_in_flight = max_in_flight
+        self._adapters = adapters
         self._model, self._device, self._limits = model, device, limits
         self._others = others or Nobody()
         self._constraints, self._sampler = Constraints(grammars), Sampler()
         self._vocab_size = vocab_size = model.config.vocab_size
         self._logits_rows = max(1, logits_bytes // (4 * vocab_size))
-        self._resident = resident = Resident(model, kv, device, limits, num_buffers=num_buffers)
+        places = None if adapters is None else adapters.places
+        self._resident = resident = Resident(model, kv, device, limits, num_buffers=num_buffers, places=places)
         self._graphs, self._tables, self._forward = resident.graphs, resident.tables, resident.forward
         self._regions, self._first_word = resident.regions, resident.first_word
         self._max_rows, self._max_cells = resident.max_rows, resident.max_cells
@@ -229,11 +234,14 @@ class GpuRunner:
         step = step_tensors(batch, self._limits.block_size, self._vocab_size, possible, rows_apart=True)
         try:
             arrays = build_step_arrays(step, self._tables, self._limits.max_model_len, place.sampled, self._first_word)
+            if step.adapters:
+                arrays.row_places, arrays.flags = self._place_rows(step), arrays.flags | ADAPTED
             bucket = mixed = None
             if graphs and arrays.only_decodes:
                 bucket = self._graphs.bucket(step.num_rows, max(step.context_lens), arrays.flags)
             elif graphs and step.samples_at_most_once:
-                mixed = self._graphs.mixed_bucket(step.num_rows, len(arrays.table_slots), max(step.context_lens))
+                sizes = step.num_rows, len(arrays.table_slots), max(step.context_lens)
+                mixed = self._graphs.mixed_bucket(*sizes, adapted=bool(step.adapters))
             if bucket is None:
                 finisher = self._compute(arrays, place.region, first, mixed)
             else:
@@ -257,6 +265,11 @@ class GpuRunner:
             done=self._device.record(),
         )
 
+    def _place_rows(self, step: StepTensors) -> array[int]:
+        if self._adapters is None:
+            raise ValueError("a request has an adapter, and there are none")
+        return self._adapters.place_rows(step, self._device)
+
     def _compute(self, arrays: StepArrays, region: Region, first: int, bucket: MixedBucket | None) -> Finisher:
         """Any step: launch by launch, but for the layers of one that has a bucket."""
         step = arrays.step
@@ -265,7 +278,7 @@ class GpuRunner:
             packed = self._send(arrays)
             sizes = lengths(step.query_starts), step.context_lens, lengths(step.sampled_starts)
             with self._others.hidden(*sizes):
-                hidden = self._forward.hidden(packed, *sizes)
+                hidden = self._forward.hidden(packed, *sizes, adapted=bool(step.adapters))
         else:
             packed, hidden = self._run_mixed(arrays, bucket)
         finisher = Finisher(self._model, step, packed, self._constraints)
@@ -307,6 +320,7 @@ class GpuRunner:
         """The sections sent, and the hidden states of the sample rows and of padding."""
         tables, first_word = self._tables, self._first_word
         spare_slots = self._resident.spare_slots
+        arrays.flags |= ADAPTED if bucket.adapted else 0
         pad_mixed(arrays, bucket.num_rows, bucket.num_sequences, tables, spare_slots, first_word)
         packed = self._send(arrays)
         with self._others.graph(bucket):
@@ -324,6 +338,7 @@ class GpuRunner:
         return found, region.chosen(first + span.choices.start, len(rows))
 
     def _send_decodes(self, arrays: StepArrays, bucket: Bucket) -> Packed:
+        arrays.flags |= bucket.flags & ADAPTED
         pad_decodes(arrays, bucket.num_rows, self._tables, self._resident.spare_slots, self._first_word)
         return self._send(arrays)
 

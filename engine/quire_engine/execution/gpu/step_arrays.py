@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from quire_engine.execution.gpu.tables import SlotTables, padded_rows
+from quire_engine.execution.gpu.tables import ADAPTED, SlotTables, padded_rows
 from quire_engine.execution.step_tensors import StepTensors
 
 
@@ -22,7 +22,8 @@ class StepArrays:
     table_slots: array[int] = field(default_factory=lambda: array("q"))  # [B]
     choice_slots: array[int] = field(default_factory=lambda: array("q"))  # [R], and spare ones
     choice_positions: array[int] = field(default_factory=lambda: array("q"))  # [R], of the token to choose
-    flags: int = 0  # of all choices
+    row_places: array[int] = field(default_factory=lambda: array("i"))  # [T] with adapters: each row's place, or -1
+    flags: int = 0  # of all choices, and whether there are adapters
     num_padding_rows: int = 0  # of the rows, at their end: so that a step has one of few sizes
 
     @property
@@ -48,6 +49,7 @@ class StepArrays:
             "context_lens": step.context_lens,
             "sample_rows": step.sample_rows,
             **({"sampled_starts": step.sampled_starts} if len(step.sample_rows) < step.num_rows else {}),
+            **({"row_places": self.row_places} if self.flags & ADAPTED else {}),
             "choice_slots": self.choice_slots,
             "choice_positions": self.choice_positions,
             "choice_rows": step.choice_rows,

@@ -21,6 +21,7 @@ from quire_kernels.kernel_set import ChoiceRows
 
 # Bits of a row's sampling parameters that decide what choosing its token launches.
 DRAWS, LIMITS_K, LIMITS_P = 1, 2, 4
+ADAPTED = 8  # of a step: some row has an adapter, which the layers' launches depend on
 
 
 @dataclass(slots=True)

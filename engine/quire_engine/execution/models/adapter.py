@@ -12,6 +12,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +26,9 @@ from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.expert_adapters import ExpertStacks, check_parameters, expert_matrices
 from quire_engine.execution.models.experts import common_name
 from quire_engine.execution.models.matrix_parts import Part
-from quire_engine.execution.models.sites import Site, site_of
+from quire_engine.execution.models.sites import SITES, Site, place_of, site_of
 from quire_engine.execution.models.weights import expected_shapes, gate_up_parts, qkv_parts
-from quire_kernels.kernel_set import LowRankExperts, LowRankMatrix, LowRankPart
+from quire_kernels.low_rank import AdaptedProduct, LowRankExperts, LowRankMatrix, LowRankPart
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _MOST_CONFIG_BYTES = 1 << 20
@@ -253,9 +254,8 @@ def _pairs(
         module = common_name(own + ".")[:-1]
         if matched is not None and stacks.take(module, matched[3], tensor):
             continue
-        if module not in shapes:
+        if matched is None or module not in shapes:
             raise ModelLoadError(f"{file}: tensor {name[:160]}: it belongs to no matrix that adapters add to")
-        assert matched is not None
         found[module][matched[3]], own_names[module] = tensor, own
     pairs = {}
     for module, both in found.items():
@@ -270,6 +270,30 @@ def _matrices(
     config: ModelConfig, pairs: Mapping[str, Pair], shapes: Mapping[str, tuple[int, int]]
 ) -> Iterator[tuple[int, LowRankMatrix]]:
     """By site; a module's rows lie where those of its matrix do."""
+    for site, product, parts in _products(config, shapes):
+        made = []
+        for part, row in zip(parts, product.starts, strict=True):
+            pair = pairs.get(part.name)
+            if pair is not None:
+                expand = part.of(pair.expand)
+                made.append(LowRankPart(first_row=row, shrink=pair.shrink, expand=expand, scale=pair.scale))
+        if made:
+            rows, columns, gate_up = product.num_rows, product.num_inputs, place_of(site) == "gate_up"
+            yield site, LowRankMatrix(num_rows=rows, num_inputs=columns, gate_up=gate_up, parts=tuple(made))
+
+
+def adapted_products(config: ModelConfig) -> list[AdaptedProduct | None]:
+    """By site what adapters may add to, without the experts that rows choose; None: there is no such product."""
+    found: list[AdaptedProduct | None] = [None] * (config.num_layers * len(SITES))
+    for site, product, _ in _products(config, _module_shapes(config)):
+        found[site] = product
+    return found
+
+
+def _products(
+    config: ModelConfig, shapes: Mapping[str, tuple[int, int]]
+) -> Iterator[tuple[int, AdaptedProduct, list[Part]]]:
+    """Site, product and the modules whose rows its parts are."""
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
         places: list[tuple[Site, list[Part]]] = [
@@ -283,16 +307,7 @@ def _matrices(
             gate_up_of_shared = [Part(shared + "gate_proj"), Part(shared + "up_proj")]
             places += [("gate_up", gate_up_of_shared), ("down", [Part(shared + "down_proj")])]
         for place, parts in places:
-            made, row = [], 0
-            for part in parts:
-                rows = len(range(shapes[part.name][0])[part.start : part.stop])
-                pair = pairs.get(part.name)
-                if pair is not None:
-                    expand = part.of(pair.expand)
-                    made.append(LowRankPart(first_row=row, shrink=pair.shrink, expand=expand, scale=pair.scale))
-                row += rows
-            if made:
-                columns = shapes[parts[0].name][1]
-                gate_up = place == "gate_up"
-                matrix = LowRankMatrix(num_rows=row, num_inputs=columns, gate_up=gate_up, parts=tuple(made))
-                yield site_of(index, place), matrix
+            rows = [len(range(shapes[part.name][0])[part.start : part.stop]) for part in parts]
+            starts = tuple(accumulate(rows[:-1], initial=0))
+            product = AdaptedProduct(num_rows=sum(rows), num_inputs=shapes[parts[0].name][1], starts=starts)
+            yield site_of(index, place), product, parts

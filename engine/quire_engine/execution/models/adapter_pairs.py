@@ -1,7 +1,4 @@
-"""What an adapter's matrices are: the settings that their numbers depend on, and the checks of a pair A and B.
-
-Must not know: models, files' forms.
-"""
+"""A pair A and B of an adapter, its checks, and the settings that its numbers depend on."""
 
 from __future__ import annotations
 

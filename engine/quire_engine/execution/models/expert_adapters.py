@@ -1,4 +1,4 @@
-"""What an adapter has for the experts that rows choose, as PEFT writes it.
+"""An adapter's matrices for the experts that rows choose, as PEFT writes them.
 
 PEFT writes A and B for each expert's matrix; or for the parameter that holds a matrix of all experts
 (`target_parameters`) A [E r, K], one expert's rows behind another's, and B [N, r E], whose column j E + e is column j
@@ -20,7 +20,7 @@ from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.adapter_pairs import Pair, Settings, check_tensor
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.sites import site_of
-from quire_kernels.kernel_set import LowRankExperts, LowRankPart
+from quire_kernels.low_rank import LowRankExperts, LowRankPart
 
 _STACK = re.compile(r"model\.layers\.(\d+)\.mlp\.experts(\.base_layer)?")
 _FIRST_VERSION = (0, 19)  # of PEFT, whose B has a row for every output

@@ -13,3 +13,8 @@ SITES: tuple[Site, ...] = ("qkv", "o", "gate_up", "down", "experts_gate_up", "ex
 def site_of(layer: int, site: Site) -> int:
     """The number by which adapters know a layer's product."""
     return layer * len(SITES) + SITES.index(site)
+
+
+def place_of(site: int) -> Site:
+    """The product within its layer."""
+    return SITES[site % len(SITES)]

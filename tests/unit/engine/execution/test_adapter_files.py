@@ -46,6 +46,7 @@ def stored(edit: Callable[[dict[str, torch.Tensor]], object]) -> Change:
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 BAD: dict[str, tuple[Change, str]] = {
     "a prompt's": (configured(peft_type="PROMPT_TUNING"), r'peft_type="PROMPT_TUNING": adapters are served of type'),
+    "kasa": (configured(kasa_config={"beta": 1e-4}), "kasa_config=.*changes the model's own weights first"),
     "dora": (configured(use_dora=True), "use_dora=true: it is not supported: DoRA"),
     "modules": (configured(modules_to_save=["lm_head"]), r'modules_to_save=\["lm_head"\]: it is not supported'),
     "tokens": (configured(trainable_token_indices=[1]), "trainable_token_indices"),
@@ -202,7 +203,7 @@ def test_the_gate_of_attention_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("targets", ["all-linear", r".*\.(q|k)_proj", None])
 def test_where_an_expression_says_which_the_tensors_do(targets: str | None, tmp_path: Path) -> None:
-    path = write_adapter(tmp_path, shared_checkpoint("qwen3"), target_modules=targets)
+    path = write_adapter(tmp_path, shared_checkpoint("qwen3"), target_modules=targets, kasa_config=None)
     assert len(read_adapter(path, model_config(), max_rank=16).matrices) == 8  # of two layers
 
 

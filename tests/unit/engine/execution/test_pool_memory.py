@@ -72,7 +72,7 @@ def test_gpu_memory_is_estimated_and_then_measured(monkeypatch):
     monkeypatch.setattr(quire_engine.execution.memory, "measure_workspace", measure)
     free[0] = 49 * GIB
     assert memory.after_load("decoder") == 40 * GIB - 31 * GIB - 3 * GIB
-    where = {"dtype": torch.float32, "device": torch.device("cuda"), "layout": None}
+    where = {"dtype": torch.float32, "device": torch.device("cuda"), "layout": None, "adapters": None}
     assert measured == [("decoder", REFERENCE, model.max_position_embeddings, where)]
     short, *_ = memory_of("cuda", max_model_len=100)
     assert short.positions(PLANNED) == 100
