@@ -22,6 +22,7 @@ from quire_engine import build as building
 from quire_engine.batch import Batch
 from quire_engine.build import BuiltEngine, build
 from quire_engine.config import DType, EngineConfig
+from quire_engine.execution import kv_storage
 from quire_engine.execution.pool_rows import block_rows
 from quire_engine.kv_groups import one_group
 from quire_engine.limits import SchedulerLimits
@@ -129,7 +130,7 @@ def test_the_tokens_are_those_of_one_group_of_layers(name: str, dtype: DType, mo
     assert passed > 100
     assert any(each.num_cached_tokens > 200 for each in got.values())
     monkeypatch.undo()
-    monkeypatch.setattr(building, "_layout", lambda config, model, device: one_group(model.kv_heads))
+    monkeypatch.setattr(kv_storage, "_layout", lambda config, model, device, head_ranks: one_group(model.kv_heads))
     whole = engine(path, 200, dtype=dtype)
     assert whole.plan.scheduler.windows == (None,)
     assert got == generate(whole, requests())

@@ -179,7 +179,7 @@ async def test_bombs_end_in_time_and_hold_nobody_up(check: GrammarCheck, name: s
 
     watching = asyncio.create_task(watch())
     start = time.monotonic()
-    with contextlib.suppress(BadRequest):
+    with contextlib.suppress(BadRequest, NotReady):  # too costly, or the machine is too busy to tell
         await check.accept(BOMBS[name], param="p")
     assert time.monotonic() - start < 60
     watching.cancel()
@@ -200,7 +200,7 @@ async def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch):
     await check.accept(Grammar(rules=WHOLE), param="p")
     (process,) = processes()
     assert process.rlimit(psutil.RLIMIT_AS) == (grammar_check._MEMORY_BYTES, grammar_check._MEMORY_BYTES)
-    assert process.nice() > 0
+    assert process.nice() > psutil.Process().nice()
     check.close()
 
 
