@@ -331,12 +331,12 @@ void multiply_and_sum(Context& context, const Call& call, Arrays* arrays, float 
     const Stack above(*experts.gate_up, experts.count, experts.inner);
     const Stack below(*experts.down, experts.count, call.width);
     const auto added = [&](const Linear& w, int64_t site, const bf16* from, int64_t chosen) {
-      std::optional<ExpertAdapters> found;
-      if (call.adapters != nullptr) found.emplace(context, *call.adapters, site, pairs, call.top_k, w, from, chosen);
-      return found;
+      std::optional<ExpertAdapters> adapters;
+      if (call.adapters != nullptr) adapters.emplace(context, *call.adapters, site, pairs, call.top_k, w, from, chosen);
+      return adapters;
     };
-    const auto to_add = [](const std::optional<ExpertAdapters>& found) {
-      return found && found->items() > 0 ? &*found : nullptr;
+    const auto to_add = [](const std::optional<ExpertAdapters>& adapters) {
+      return adapters && adapters->items() > 0 ? &*adapters : nullptr;
     };
     with_kind(above.all.kind, [&](auto kind) {
       const auto adapters = added(above.all, call.site, arrays->normed, call.top_k);

@@ -69,7 +69,7 @@ void shrink_group(const LowRank& a, int64_t k, const bf16* const (&rows)[kGroupR
   for (int64_t at = first; at < last; at += kRanksTogether) {
     const int64_t count = std::min<int64_t>(kRanksTogether, a.rank - at);
     const bf16* next = at + kRanksTogether < last ? a.shrink + (at + kRanksTogether) * k : after;
-    with_count<kGroupRows>(number,
+    with_count<kGroupRows>(static_cast<int>(number),
                            [&](auto rows_of_group) { shrink_ranks<rows_of_group>(a, k, rows, out, at, count, next); });
   }
 }
