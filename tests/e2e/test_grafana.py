@@ -34,6 +34,7 @@ EMPTY = {
     "A row for each replica": "there is one engine",
     "Routes by reason": "there is one engine",
     "First output: predicted and seen": "there is one engine",
+    "Ranks waiting for others": "one process computes the model",
 }
 OVERLOAD = {"QuireKVCacheNearlyFull", "QuireKVCacheFull", "QuireWaitingForKV", "QuireRejecting"}
 
