@@ -23,6 +23,8 @@ from quire_engine.execution.logit_rules import SampleRow
 from quire_engine.types import SamplingParams, ThinkingParams
 
 _SPARE_FOLLOWERS = 16  # kept beside those of a step; a choice preempted for longer is parsed from its start again
+_USED_UP = "too many states"  # in the library's error when the lexer's states, which outputs share, are used up
+_LASTING_TOKENS = 32  # that an output must have grown by before it is followed anew again: what it costs is bounded
 MAX_FORCED = 7  # tokens that one step adds to the one it computed: with max_num_seqs rows the next step still has room
 
 
@@ -214,7 +216,8 @@ class Follower:
     """The state of one choice's output in its grammar and its thinking budget, and the tokens that may come next.
 
     The state follows from the output's tokens alone. A token that the grammar refuses, or a grammar that costs too
-    much to follow, is a GrammarError.
+    much to follow, is a GrammarError. Where other outputs have used up the lexer that all of a grammar share, the
+    output is followed anew with one of its own.
     """
 
     def __init__(self, sampling: SamplingParams, grammars: Grammars | None) -> None:
@@ -225,6 +228,8 @@ class Follower:
         self._tokens: tuple[int, ...] = ()  # the tuple itself: the next step mostly passes the same object
         self._ahead: list[int] = []  # behind those, one by one
         self._thinking = None if sampling.thinking is None else Thinking(sampling.thinking)
+        self._grammars = grammars
+        self._renewed_at: int | None = None  # tokens of the output when it was followed anew
         self._matcher: LLMatcher | None = None
         if sampling.grammar and grammars is not None:
             self._matcher = grammars.matcher(sampling.grammar)
@@ -249,8 +254,10 @@ class Follower:
         """Advance to the end of these tokens, which it `follows`. Raises GrammarError."""
         taken = len(self._tokens) + len(self._ahead)
         if len(tokens) > taken:
-            for token_id in tokens[taken:]:
-                self._push(token_id)
+            for at in range(taken, len(tokens)):
+                if not self._push(tokens[at]):
+                    self._renew(tokens[:at])
+                    self._consume(tokens[at])
         self._tokens = tokens
         if self._ahead:
             self._ahead = []
@@ -272,7 +279,9 @@ class Follower:
 
     def take_one(self, token_id: int) -> None:
         """Advance by one token. Raises GrammarError."""
-        self._push(token_id)
+        if not self._push(token_id):
+            self._renew((*self._tokens, *self._ahead))
+            self._consume(token_id)
         self._ahead.append(token_id)
 
     @property
@@ -289,6 +298,9 @@ class Follower:
             return forced
         # The mask has the first of these alone. What follows depends on how it is written on from there.
         ahead = self._matcher.compute_ff_tokens()
+        if self._is_used_up():
+            self._renew((*self._tokens, *self._ahead))
+            ahead = self._matcher.compute_ff_tokens()
         self._check()
         return ahead[0] if ahead else None
 
@@ -324,15 +336,40 @@ class Follower:
         if self._matcher is None:
             return False
         self._matcher.unsafe_compute_mask_ptr(address, size)
+        if self._is_used_up():
+            self._renew((*self._tokens, *self._ahead))
+            self._matcher.unsafe_compute_mask_ptr(address, size)
         self._check()
         return True
 
-    def _push(self, token_id: int) -> None:
+    def _push(self, token_id: int) -> bool:
+        """False: the lexer is used up, and the token not taken."""
         if self._thinking is not None:
             self._thinking.push(token_id)
+        if self._matcher is None or self._matcher.consume_token(token_id):
+            return True
+        if not self._is_used_up():
+            self._check()
+            raise GrammarError(f"the grammar does not allow token {token_id}")
+        return False
+
+    def _consume(self, token_id: int) -> None:
         if self._matcher is not None and not self._matcher.consume_token(token_id):
             self._check()
             raise GrammarError(f"the grammar does not allow token {token_id}")
+
+    def _is_used_up(self) -> bool:
+        matcher = self._matcher
+        return matcher is not None and matcher.is_error() and _USED_UP in matcher.get_error()
+
+    def _renew(self, tokens: tuple[int, ...]) -> None:
+        """Follow the output anew with a lexer of its own, unless that was done shortly before. Raises GrammarError."""
+        is_early = self._renewed_at is not None and len(tokens) - self._renewed_at < _LASTING_TOKENS
+        if self._grammars is not None and not is_early:
+            self._renewed_at = len(tokens)
+            self._matcher = self._grammars.used_up(self._sampling.grammar)
+            for token_id in tokens:
+                self._consume(token_id)
 
     def _check(self) -> None:
         """After an error the library reports that the text may end, so nothing that it reports may be used."""
@@ -341,6 +378,10 @@ class Follower:
 
     def _check_allows(self, token_id: int) -> None:
         if self._matcher is not None and self._matcher.validate_tokens([token_id]) != 1:
+            if self._is_used_up():
+                self._renew((*self._tokens, *self._ahead))
+                if self._matcher.validate_tokens([token_id]) == 1:
+                    return
             self._check()
             raise GrammarError("the grammar does not allow thinking to end where its budget is spent")
 

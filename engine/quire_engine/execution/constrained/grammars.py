@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ _LONGEST_ERROR = 300  # characters
 _FEW_CELLS = 1 << 17  # of logits; of fewer all rows at once cost less than a look at each row's mask
 _MAX_KEPT = 256  # masks whose ids are remembered
 _MAX_IDS = 8  # of a vocabulary at least one in so many is listed, or the table is used
+_LONGEST_PAUSE = 0.05  # seconds for which a step may compile a grammar again
 _Key: TypeAlias = tuple[str, str]  # a grammar's text and scope
 Mask: TypeAlias = NDArray[np.int32]  # bit i is id i, for every id of the vocabulary
 
@@ -51,6 +53,7 @@ class Grammars:
         self._changed = Condition()  # guards what follows
         self._compiled: OrderedDict[_Key, LLMatcher | GrammarError] = OrderedDict()  # least recently used first
         self._scopes: dict[str, set[str]] = {}  # by text, of those that are compiled
+        self._seconds: dict[_Key, float] = {}  # that compiling them took
         self._awaited: set[_Key] = set()  # in the queue, or being compiled
         self._queue: SimpleQueue[_Key] | None = None  # the thread's, once there is one
 
@@ -91,6 +94,25 @@ class Grammars:
             raise GrammarError(str(found))
         return found.deep_copy()
 
+    def used_up(self, text: str) -> LLMatcher:
+        """A matcher at the start of an output that shares nothing with others, since what they share is used up.
+
+        The copies of a matcher share its lexer, and its states are limited: those of one output may leave none for
+        the others. So the grammar is compiled again for the next output that begins. Raises GrammarError where
+        compiling takes too long for a step.
+        """
+        with self._changed:
+            keys = [(text, scope) for scope in self._scopes.get(text, ())]
+            took = max((self._seconds[key] for key in keys), default=0.0)
+            for key in keys:
+                self._forget(key)
+        if took > _LONGEST_PAUSE or not isinstance(self._vocabulary, LLTokenizer):
+            raise GrammarError("the grammar is too large to be compiled again, and other outputs have used it up")
+        try:
+            return LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
+        except BaseException as error:  # a panic of the library is no Exception
+            raise GrammarError(f"the grammar cannot be compiled ({type(error).__name__})") from error
+
     @property
     def end_ids(self) -> tuple[int, ...]:
         """The ids that the vocabulary says end a text; none while it has not been read."""
@@ -117,6 +139,7 @@ class Grammars:
     def _compile(self, text: str, scope: str) -> LLMatcher | GrammarError:
         found: LLMatcher | GrammarError
         self.warm_up()
+        began = time.thread_time()
         if isinstance(self._vocabulary, LLTokenizer):
             try:
                 found = LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
@@ -129,15 +152,20 @@ class Grammars:
         with self._changed:
             self._compiled[text, scope] = found
             self._compiled.move_to_end((text, scope))
+            self._seconds[text, scope] = time.thread_time() - began
             self._scopes.setdefault(text, set()).add(scope)
             while len(self._compiled) > self._max_compiled:
-                (oldest, of), _ = self._compiled.popitem(last=False)
-                self._scopes[oldest].discard(of)
-                if not self._scopes[oldest]:
-                    del self._scopes[oldest]
+                self._forget(next(iter(self._compiled)))
             self._awaited.discard((text, scope))
             self._changed.notify_all()
         return found
+
+    def _forget(self, key: _Key) -> None:
+        text, scope = key
+        del self._compiled[key], self._seconds[key]
+        self._scopes[text].discard(scope)
+        if not self._scopes[text]:
+            del self._scopes[text]
 
 
 def first_line(text: str) -> str:

@@ -288,3 +288,53 @@ def test_a_panic_of_the_library_is_an_error_for_who_waits(folder, monkeypatch):
         store.wait(0.1)
         assert time.monotonic() < deadline
     assert store.error("start: /x/") == "the grammar cannot be compiled (Panic)"
+
+
+MANY_STATES = "start: (w)+\nw: " + " | ".join(f"/[a-z]*{chr(97 + i % 26)}[a-z]{{{i % 13}}}/" for i in range(60))
+
+
+def followed(constraints: Constraints, output: tuple[int, ...], *, sequence_id: int) -> list[bytes]:
+    """The masks before each of the tokens."""
+    masks = []
+    for at in range(len(output)):
+        found = constraints.allowed([row(MANY_STATES, output[:at], sequence_id=sequence_id)], PADDED)
+        assert not found.errors
+        masks.append(found.masks[0].tobytes())
+    return masks
+
+
+def written(constraints: Constraints, *, sequence_id: int, most: int) -> tuple[int, ...]:
+    """Random tokens within the grammar, until it cannot be followed or there are so many."""
+    dice, output = np.random.default_rng(sequence_id), ()
+    while len(output) < most:
+        found = constraints.allowed([row(MANY_STATES, output, sequence_id=sequence_id)], PADDED)
+        if found.errors:
+            break
+        bits = np.unpackbits(found.masks[0].view(np.uint8), bitorder="little")
+        output = (*output, int(dice.choice([i for i in np.flatnonzero(bits) if i not in (EOS, 0)])))
+    return output
+
+
+def test_outputs_that_use_up_a_lexer_take_nothing_from_others(folder, monkeypatch):
+    """All outputs of a grammar share its lexer, whose states are limited."""
+    monkeypatch.setitem(grammars_module.GRAMMAR_LIMITS, "max_lexer_states", 3000)
+    output = written(Constraints(Grammars(folder, PADDED)), sequence_id=1, most=20)
+    masks = followed(Constraints(Grammars(folder, PADDED)), output, sequence_id=1)
+    together = Constraints(Grammars(folder, PADDED))
+    assert followed(together, output[:10], sequence_id=1) == masks[:10]
+    used_up, texts = together._grammars.used_up, []
+    monkeypatch.setattr(together._grammars, "used_up", lambda text: texts.append(text) or used_up(text))
+    for other in range(2, 30):
+        written(together, sequence_id=other, most=40)
+    assert len(texts) > 3
+    assert followed(together, output, sequence_id=1) == masks, "one that was under way"
+    assert followed(together, output, sequence_id=99) == masks, "one that begins"
+
+
+def test_a_large_grammar_is_not_compiled_again_within_a_step(folder, monkeypatch):
+    monkeypatch.setitem(grammars_module.GRAMMAR_LIMITS, "max_lexer_states", 3000)
+    monkeypatch.setattr(grammars_module, "_LONGEST_PAUSE", -1.0)
+    constraints = Constraints(Grammars(folder, PADDED))
+    lengths = [len(written(constraints, sequence_id=other, most=40)) for other in range(2, 30)]
+    assert min(lengths) < 40
+    assert lengths[-1] > 0, "who begins has a lexer that is not used up"
