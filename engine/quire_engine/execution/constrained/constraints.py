@@ -256,7 +256,7 @@ class Follower:
         if len(tokens) > taken:
             for at in range(taken, len(tokens)):
                 if not self._push(tokens[at]):
-                    self._renew(tokens[:at])
+                    self._follow_anew(tokens[:at])
                     self._consume(tokens[at])
         self._tokens = tokens
         if self._ahead:
@@ -280,7 +280,7 @@ class Follower:
     def take_one(self, token_id: int) -> None:
         """Advance by one token. Raises GrammarError."""
         if not self._push(token_id):
-            self._renew((*self._tokens, *self._ahead))
+            self._follow_anew(self._seen())
             self._consume(token_id)
         self._ahead.append(token_id)
 
@@ -298,10 +298,10 @@ class Follower:
             return forced
         # The mask has the first of these alone. What follows depends on how it is written on from there.
         ahead = self._matcher.compute_ff_tokens()
-        if self._is_used_up():
-            self._renew((*self._tokens, *self._ahead))
+        if self._matcher.is_error():
+            self._follow_anew(self._seen())
             ahead = self._matcher.compute_ff_tokens()
-        self._check()
+            self._check()
         return ahead[0] if ahead else None
 
     @property
@@ -336,20 +336,22 @@ class Follower:
         if self._matcher is None:
             return False
         self._matcher.unsafe_compute_mask_ptr(address, size)
-        if self._is_used_up():
-            self._renew((*self._tokens, *self._ahead))
+        if self._matcher.is_error():
+            self._follow_anew(self._seen())
             self._matcher.unsafe_compute_mask_ptr(address, size)
-        self._check()
+            self._check()
         return True
 
+    def _seen(self) -> tuple[int, ...]:
+        return (*self._tokens, *self._ahead)
+
     def _push(self, token_id: int) -> bool:
-        """False: the lexer is used up, and the token not taken."""
+        """False: there was an error before the token, which is not taken. Raises GrammarError."""
         if self._thinking is not None:
             self._thinking.push(token_id)
         if self._matcher is None or self._matcher.consume_token(token_id):
             return True
-        if not self._is_used_up():
-            self._check()
+        if not self._matcher.is_error():
             raise GrammarError(f"the grammar does not allow token {token_id}")
         return False
 
@@ -358,18 +360,16 @@ class Follower:
             self._check()
             raise GrammarError(f"the grammar does not allow token {token_id}")
 
-    def _is_used_up(self) -> bool:
-        matcher = self._matcher
-        return matcher is not None and matcher.is_error() and _USED_UP in matcher.get_error()
-
-    def _renew(self, tokens: tuple[int, ...]) -> None:
-        """Follow the output anew with a lexer of its own, unless that was done shortly before. Raises GrammarError."""
+    def _follow_anew(self, tokens: tuple[int, ...]) -> None:
+        """With a lexer of its own, not shortly after the last time, nor after another error. Raises GrammarError."""
         is_early = self._renewed_at is not None and len(tokens) - self._renewed_at < _LASTING_TOKENS
-        if self._grammars is not None and not is_early:
-            self._renewed_at = len(tokens)
-            self._matcher = self._grammars.used_up(self._sampling.grammar)
-            for token_id in tokens:
-                self._consume(token_id)
+        if self._grammars is None or self._matcher is None or is_early or _USED_UP not in self._matcher.get_error():
+            self._check()
+            return
+        self._renewed_at = len(tokens)
+        self._matcher = self._grammars.used_up(self._sampling.grammar)
+        for token_id in tokens:
+            self._consume(token_id)
 
     def _check(self) -> None:
         """After an error the library reports that the text may end, so nothing that it reports may be used."""
@@ -378,8 +378,8 @@ class Follower:
 
     def _check_allows(self, token_id: int) -> None:
         if self._matcher is not None and self._matcher.validate_tokens([token_id]) != 1:
-            if self._is_used_up():
-                self._renew((*self._tokens, *self._ahead))
+            if self._matcher.is_error():
+                self._follow_anew(self._seen())
                 if self._matcher.validate_tokens([token_id]) == 1:
                     return
             self._check()

@@ -106,12 +106,9 @@ class Grammars:
             took = max((self._seconds[key] for key in keys), default=0.0)
             for key in keys:
                 self._forget(key)
-        if took > _LONGEST_PAUSE or not isinstance(self._vocabulary, LLTokenizer):
+        if took > _LONGEST_PAUSE:
             raise GrammarError("the grammar is too large to be compiled again, and other outputs have used it up")
-        try:
-            return LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
-        except BaseException as error:  # a panic of the library is no Exception
-            raise GrammarError(f"the grammar cannot be compiled ({type(error).__name__})") from error
+        return self._new(text)
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -140,15 +137,10 @@ class Grammars:
         found: LLMatcher | GrammarError
         self.warm_up()
         began = time.thread_time()
-        if isinstance(self._vocabulary, LLTokenizer):
-            try:
-                found = LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
-                if found.is_error():
-                    found = GrammarError(f"the grammar is not accepted: {first_line(found.get_error())}")
-            except BaseException as error:  # a panic of the library is no Exception, and the waiting request must end
-                found = GrammarError(f"the grammar cannot be compiled ({type(error).__name__})")
-        else:
-            found = self._vocabulary or GrammarError("the vocabulary is not there")
+        try:
+            found = self._new(text)
+        except GrammarError as error:
+            found = error
         with self._changed:
             self._compiled[text, scope] = found
             self._compiled.move_to_end((text, scope))
@@ -158,6 +150,18 @@ class Grammars:
                 self._forget(next(iter(self._compiled)))
             self._awaited.discard((text, scope))
             self._changed.notify_all()
+        return found
+
+    def _new(self, text: str) -> LLMatcher:
+        """Compile the grammar. Raises GrammarError."""
+        if not isinstance(self._vocabulary, LLTokenizer):
+            raise GrammarError(str(self._vocabulary or "the vocabulary is not there"))
+        try:
+            found = LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
+        except BaseException as error:  # a panic of the library is no Exception, and the waiting request must end
+            raise GrammarError(f"the grammar cannot be compiled ({type(error).__name__})") from error
+        if found.is_error():
+            raise GrammarError(f"the grammar is not accepted: {first_line(found.get_error())}")
         return found
 
     def _forget(self, key: _Key) -> None:
