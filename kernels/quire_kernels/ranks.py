@@ -7,7 +7,8 @@ not depend on the number of ranks. Must not know: the engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Protocol
 
@@ -20,6 +21,18 @@ _WHOLE = 16  # columns: addresses of their values are multiples of what kernels 
 
 class RankLost(RuntimeError):
     """Another rank has ended or stopped, or has computed something else: this one cannot go on."""
+
+
+@contextmanager
+def computed_by_all(what: str) -> Iterator[None]:
+    """All ranks compute the body. An error in it leaves the others in an exchange that never ends: it is RankLost."""
+    try:
+        yield
+    except RankLost:
+        raise
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        raise RankLost(f"rank 0 has left {what}: {reason}") from error
 
 
 class Collective(Protocol):

@@ -22,7 +22,7 @@ from quire_engine.execution.gpu.graphs import Bucket, MixedBucket
 from quire_engine.execution.gpu.resident import Resident, RunnerLimits
 from quire_engine.execution.gpu.told import Body
 from quire_engine.execution.kv_storage import KVBlocks, Pairs
-from quire_kernels.ranks import DeviceCollective, RankLost
+from quire_kernels.ranks import DeviceCollective, computed_by_all
 
 _LENGTH = 8  # bytes of a number
 END = "end"
@@ -85,15 +85,9 @@ class DeviceLeader:
 
     @contextmanager
     def _with_others(self, message: bytes) -> Iterator[None]:
-        """All ranks compute the body. An error in it leaves the others in an exchange that never ends."""
-        try:
+        with computed_by_all("what the others compute"):
             self._tell(message)
             yield
-        except RankLost:
-            raise
-        except Exception as error:
-            reason = str(error) or type(error).__name__
-            raise RankLost(f"rank 0 has left what the others compute: {reason}") from error
 
 
 class DeviceFollower:

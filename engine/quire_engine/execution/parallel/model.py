@@ -19,7 +19,7 @@ from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.served import ModelFacts, ServedModel
 from quire_engine.execution.parallel.messages import Kind, Message, decode, step_of, told_step
 from quire_kernels.kernel_set import AdaptedOps, AdapterSites, ChoiceRows
-from quire_kernels.ranks import Collective, RankLost
+from quire_kernels.ranks import Collective, RankLost, computed_by_all
 
 CHECK_STEPS = 256  # from one comparison to the next
 _DIGEST_BYTES = 16
@@ -154,15 +154,9 @@ class Leader:
 
     @contextmanager
     def _with_others(self, message: Message) -> Iterator[None]:
-        """All ranks compute the body. An error in it leaves the others in the middle of the step, so it ends them."""
-        try:
+        with computed_by_all("a step that the others compute"):
             self._tell(message)
             yield
-        except RankLost:
-            raise
-        except Exception as error:
-            reason = str(error) or type(error).__name__
-            raise RankLost(f"rank 0 has left a step that the others compute: {reason}") from error
 
 
 @torch.inference_mode()
