@@ -167,7 +167,7 @@ def test_who_computes_nothing_is_not_waited_for_long_and_an_abort_ends_the_lease
     with sides("qwen3", "qwen3") as (prefill, decode):
         decode.run(replace(asked("d"), kv_source=source(prefill.address, is_computing=True, own_seconds=0.1)))
         assert decode.cached["d"] == 0
-        assert decode.stats.total_transfer_wait_seconds > 0.015
+        assert 0.015 < decode.stats.total_transfer_wait_seconds < 20
         decode.engine.submit(replace(asked("e", 9), kv_source=source(prefill.address, is_computing=True)))
         assert decode.engine.has_work
         decode.engine.abort("e")
