@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from property.test_scheduler_machine import SchedulerMachine
+from property.test_scheduler_machine import SchedulerMachine, has_entered
 from quire_engine.limits import SchedulerConfig, VictimName
 from quire_engine.scheduling.sequence import Group
 from quire_engine.types import DEADLINE_EXCEEDED, GenerationRequest
@@ -100,13 +100,14 @@ class FairMachine(SchedulerMachine):
             if payer.sizes:
                 assert payer.service == sum(account.service for account in payer.sizes.values())
 
-    def count_bypasses(self, waiting: list[Group]) -> None:
+    def count_bypasses(self, waiting: dict[Group, int]) -> None:
         """Who overtakes whom can be told from outside within a class of a tenant, where there is no quota."""
         scheduler = self.run.scheduler
         key = scheduler._roster._order.key
         entered = [g for g in waiting if g.state == "running" and g is not scheduler._planner.elder]
-        for group in waiting:
-            if group.state != "running" and not group.request.max_running and group.wait_reason != "prefix":
+        for group, num_preemptions in waiting.items():
+            can_tell = not group.request.max_running and group.wait_reason != "prefix"
+            if can_tell and not has_entered(group, num_preemptions):
                 name = group.request.request_id
                 self.bypasses[name] += sum(g.side == group.side and key(g) > key(group) for g in entered)
                 assert self.bypasses[name] <= self.config.limits.max_bypasses  # I20

@@ -38,6 +38,11 @@ NUM_EXAMPLES = 50  # `make schedule-test` draws many times as many
 NUM_STEPS = 50
 
 
+def has_entered(group: Group, num_preemptions: int) -> bool:
+    """Whether it has entered in this step, in which it may have lost its blocks to another group again."""
+    return group.state == "running" or group.num_preemptions > num_preemptions
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Submit, step, abort, fail, hold, release; the twin does all of it too."""
 
@@ -224,7 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         elder = self.run.scheduler._planner.elder
         return {
             "decodes": {s.sequence_id: g for g in roster.running for s in g.computing if g.pending(s) == 1},
-            "waiting": list(roster.waiting),
+            "waiting": {g: g.num_preemptions for g in roster.waiting},
             "elder": elder,
             "elder_work": work_left(elder),
         }
@@ -256,14 +261,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sequence_id in scheduled or group.state == "preempted", "I6: a running decode stood still"
         self.count_bypasses(before["waiting"])
 
-    def count_bypasses(self, waiting: list[Group]) -> None:
+    def count_bypasses(self, waiting: dict[Group, int]) -> None:
+        """Of groups that waited before the step, given with how often each had been preempted by then."""
         if self.config.limits.scheduling_policy in {"lpm", "dlpm"}:
             return  # those ask others first: nobody is overtaken by that
         scheduler = self.run.scheduler
         key = scheduler._roster._order.key
         entered = [g for g in waiting if g.state == "running" and g is not scheduler._planner.elder]
-        for group in waiting:
-            if group.state != "running" and group.wait_reason != "prefix":
+        for group, num_preemptions in waiting.items():
+            if not has_entered(group, num_preemptions) and group.wait_reason != "prefix":
                 name = group.request.request_id
                 self.bypasses[name] += sum(key(other) > key(group) for other in entered)
                 assert self.bypasses[name] <= self.config.limits.max_bypasses  # I20

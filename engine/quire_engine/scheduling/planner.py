@@ -176,7 +176,7 @@ class Planner:
         return sum(1 for group in others if self._assigner.stays_partial(group, plan))
 
     def _assign_rest(self, groups: list[Group], plan: StepPlan) -> None:
-        """Assign the rest of the budget to prompts. Their blocks were taken when they entered."""
+        """Assign the rest of the budget to prompts. Blocks were taken when they entered, except those of windows."""
         for group in groups:
             if group.state == "running":
                 self._assigner.assign_chunks(group, plan, others=False)
@@ -257,7 +257,7 @@ class Admission:
                 is_turn_over = is_turn_over or group.num_bypasses >= limit
                 continue
             obstacle = self._try_to_enter(group, plan, num_partial, now)
-            while obstacle in ("slots", "kv") and self._preempt_for(group, plan):
+            while obstacle in ("slots", "kv") and self._preempt_for(group, entered, plan):
                 obstacle = self._try_to_enter(group, plan, num_partial, now)
             if obstacle is not None:
                 self._let_wait(group, obstacle, plan)
@@ -332,10 +332,11 @@ class Admission:
         own = [each for each in self._roster.running if each.side == group.side and each is not plan.elder]
         return sum(self._assigner.stays_partial(each, plan) for each in own) < self._limits.max_num_partial_prefills
 
-    def _preempt_for(self, group: Group, plan: StepPlan) -> bool:
+    def _preempt_for(self, group: Group, entered: list[Group], plan: StepPlan) -> bool:
         """Preempt a batch group for an interactive one, or one of a tenant above its share for one within it.
 
-        False if that would not let the group enter.
+        False if that would not let the group enter. Those that have `entered` in this step stay: a group that enters
+        and is preempted in one step would have entered for nothing.
         """
         cause: PreemptionCause = "class"
         victims = self._classes.victims(group, self._roster.running, plan.elder)
@@ -343,7 +344,8 @@ class Admission:
             return False
         need = self._need(group, self._match(group))
         if not victims and self._shares is not None and self._shares.is_owed(group, need):
-            cause, victims = "share", self._shares.most_above(plan.elder)
+            above = self._shares.most_above(plan.elder)
+            cause, victims = "share", [each for each in above if each not in entered]
         if not victims:
             return False
         seats = self._limits.max_num_seqs - self._roster.num_running + sum(len(each.sequences) for each in victims)

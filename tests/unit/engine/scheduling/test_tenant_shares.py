@@ -120,6 +120,22 @@ def test_a_single_seat_is_no_excess() -> None:
     assert causes(run) == {}
 
 
+def test_a_group_that_has_just_entered_keeps_its_seats_for_the_step() -> None:
+    """Its tenant is above its share by this group alone: preempted at once, it would have entered for nothing."""
+    run = fair_run()
+    run.add(elder := of("c", "elder", 10, 40))
+    steps(run, 3)
+    run.add(wide := of("a", "wide", n=3), late := of("b", "0"))
+    run.one_step()
+    assert running(run) == ["c-elder", "a-wide"]
+    assert causes(run) == {}
+    run.one_step()
+    assert running(run) == ["c-elder", "b-0"]
+    assert causes(run) == {"share": 1}
+    run.to_end()
+    assert produced_alone(run, elder, wide, late)
+
+
 @pytest.mark.parametrize("tenant", ["a", ""])
 def test_one_tenant_or_none_takes_nothing_from_itself(tenant: str) -> None:
     run = fair_run()
