@@ -2,8 +2,9 @@
 
 SIGINT is as in a terminal, also where the tests run as a background job, which inherits it as ignored, and so would the
 processes that they start. One of several processes that run tests computes with one thread in torch: the threads of
-all would wait for each other, spinning. Tests of threads set their number themselves. Must not know: any test. Fixtures
-live beside the tests that use them.
+all would wait for each other, spinning. Tests of threads set their number themselves. Drawn values are the same in
+every run of the same tests, so that a change alone can make them fail; `support.at_length` draws others each time. Must
+not know: any test. Fixtures live beside the tests that use them.
 """
 
 import os
@@ -20,6 +21,11 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not config.pluginmanager.hasplugin("timeout"):  # as on a machine that has a GPU and little else
         config.addinivalue_line("markers", "timeout(seconds): pytest-timeout is not installed; nothing ends the test")
+    if config.pluginmanager.hasplugin("hypothesispytest") and not config.pluginmanager.hasplugin("support.at_length"):
+        import hypothesis
+
+        hypothesis.settings.register_profile("repeatable", derandomize=True)
+        hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items):
