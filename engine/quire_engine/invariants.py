@@ -5,6 +5,8 @@ Promises: a failed check raises with one line that names the object and both val
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 
 class InvariantViolation(AssertionError):
     """The scheduler's state contradicts itself: a bug of Quire, never caused by a request alone."""
@@ -14,3 +16,9 @@ def require(holds: bool, text: str) -> None:
     """Raise InvariantViolation with `text` unless `holds` (unlike `assert`, also under `python -O`)."""
     if not holds:
         raise InvariantViolation(text)
+
+
+def require_same(found: Set[int], wanted: Set[int], text: str) -> None:
+    """`require` that both sets are equal; the message has `text` and what only one of them has."""
+    if found != wanted:
+        raise InvariantViolation(f"{text}: {sorted(found ^ wanted)}")

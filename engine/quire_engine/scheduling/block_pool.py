@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from quire_engine.invariants import InvariantViolation, require
+from quire_engine.invariants import InvariantViolation, require, require_same
 from quire_engine.scheduling.cache_shares import CacheShares, Owner, PinnedBlocks
 
 
@@ -30,6 +30,10 @@ class BlockPool:
     def refs(self, block: int) -> int:
         """The number of page tables that contain the block."""
         return self._refs[block]
+
+    def references(self) -> dict[int, int]:
+        """`refs` of every block that is in a page table."""
+        return {block: refs for block, refs in enumerate(self._refs) if refs}
 
     def owner(self, block: int) -> Owner[int] | None:
         """The owner of the block's content; None for a free block."""
@@ -144,13 +148,12 @@ class BlockPool:
         free, cached = set(self._free), set(self.shares.cached())
         listed = len(self._free) + self.shares.num_cached
         require(len(free | cached) == listed, "a block is twice among the free and the cached ones")
-        for block, (refs, owner) in enumerate(zip(self._refs, self._owner_of, strict=True)):
-            require((owner is None) == (block in free), f"block {block} is free and has an owner, or neither")
-            require(
-                (refs == 0) == (block in free or block in cached), f"block {block} is lost, or both free and in use"
-            )
-            is_its = owner is not None and owner.has(block)
-            require(is_its == (block in cached), f"block {block} is cached by another than its owner")
+        unowned = {block for block, owner in enumerate(self._owner_of) if owner is None}
+        require_same(unowned, free, "blocks are free and have an owner, or neither")
+        unused = {block for block, refs in enumerate(self._refs) if not refs}
+        require_same(unused, free | cached, "blocks are lost, or both free and in use")
+        its = {block for block, owner in enumerate(self._owner_of) if owner is not None and owner.has(block)}
+        require_same(its, cached, "blocks are cached by others than their owners")
         require(listed == self.num_free, f"{listed} blocks are listed as free, {self.num_free} are counted")
         self.shares.check([owner for owner in self._owner_of if owner is not None])
         self.pins.check()

@@ -11,7 +11,7 @@ from itertools import chain, repeat
 
 from quire_engine.block_hashes import block_hash, root_hash, short_name
 from quire_engine.block_record import HeldBlock
-from quire_engine.invariants import require
+from quire_engine.invariants import require, require_same
 from quire_engine.kv_groups import WHOLE, KVGroup
 from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.block_pool import BlockPool
@@ -297,8 +297,8 @@ class KVAllocator:
         held.update(sequence.kv.copies_from for sequence in sequences if sequence.kv.copies_from is not None)
         held.update(self._pinned)
         _check_references(self._pool, held, sequences)
-        known = {block for block in self._pool.free_blocks() if self._is_known(block)}
-        require(known == set(self._pool.shares.cached()), "the cached blocks are not those that can be matched")
+        known = (self._caches.blocks() | self._tails.blocks()) - held.keys()
+        require_same(known, set(self._pool.shares.cached()), "the cached blocks are not those that can be matched")
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> None:
         for table in sequence.kv.tables:
@@ -562,8 +562,9 @@ def _offer_tail(kv: KVAllocator, sequence: Sequence) -> None:
 
 def _check_references(pool: BlockPool, held: Counter[int], sequences: Iterable[Sequence]) -> None:
     """Each block is counted as often as it is held, and the blocks of a table have its request's scope."""
-    for block in range(pool.num_blocks):
-        refs = pool.refs(block)
+    counted = pool.references()
+    for block in counted.keys() | held.keys():
+        refs = counted.get(block, 0)
         require(refs == held[block], f"block {block} has {refs} references and is in {held[block]} tables")
     for sequence in sequences:
         scope = sequence.group.request.cache_scope

@@ -5,7 +5,7 @@ A hash covers the block's tokens, all tokens before them and the cache salt.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
@@ -189,6 +189,10 @@ class PrefixCache:
         """Whether the block's content can be matched."""
         return block in self._hash_of
 
+    def blocks(self) -> Set[int]:
+        """All blocks whose content can be matched."""
+        return self._hash_of.keys()
+
     def block(self, content: bytes) -> int | None:
         """The block with this content, if there is one."""
         return self._block_of.get(content)
@@ -266,6 +270,10 @@ class GroupCaches:
         """Whether the block's content can be matched."""
         return any(cache.holds(block) for cache in self.each)
 
+    def blocks(self) -> set[int]:
+        """All blocks whose content can be matched."""
+        return set().union(*[cache.blocks() for cache in self.each])
+
     def longest_match(self, hashes: list[bytes]) -> tuple[tuple[int, ...], ...]:
         """The longest prefix of which every group has all blocks that its layers will see: its entries by group."""
         count = len(hashes)
@@ -331,6 +339,10 @@ class Tails:
     def holds(self, block: int) -> bool:
         """Whether the block can be found by its first tokens."""
         return block in self._known
+
+    def blocks(self) -> Set[int]:
+        """All blocks that can be found by their first tokens."""
+        return self._known.keys()
 
     def beginning(self, parent: bytes, tokens: list[int]) -> Beginning | None:
         """The key of a block with these tokens; None if they are too few to be worth a copy."""
