@@ -54,10 +54,11 @@ class PoolMachine(RuleBasedStateMachine):
         own = [block for block in self.cached if self.scope[block] == first]
         return min(own, key=lambda block: block in self.pinned)
 
-    def forget(self, block: int) -> None:
+    def forget(self, block: int, taker: str | None = None) -> None:
+        """A scope without blocks has gone, unless it is the one that takes the block: it keeps its place."""
         scope = self.scope.pop(block)
         self.pinned.pop(block, None)
-        if scope not in self.scope.values():
+        if scope not in self.scope.values() and scope != taker:
             self.came.remove(scope)
             self.idlest.remove(scope)
 
@@ -80,7 +81,7 @@ class PoolMachine(RuleBasedStateMachine):
             evicted, loser = self.pool.evict(owner)
             assert (evicted, loser.scope) == (block, self.scope[block])
             self.cached.remove(block)
-            self.forget(block)
+            self.forget(block, taker=scope)
             self.free.insert(0, block)
         block = self.pool.take(owner)
         assert block == self.free.pop(0)
