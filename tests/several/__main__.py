@@ -98,6 +98,7 @@ async def swap_and_back(server: Served, expected: Expected) -> tuple[int, int]:
         while sum(chunks.values()) < 8 * len(numbers):  # noqa: ASYNC110 - it is looked at, not told
             await asyncio.sleep(0.002)
         await asyncio.to_thread(order, server, "unload", name)
+        await asyncio.wait(tasks, timeout=2.0)  # the ends that were on their way when the engine ended
         held = sum(not task.done() for task in tasks)
         await asyncio.gather(*(stream(http, 0, lambda: None, other) for other in NAMES[1:]))
         assert sum(not task.done() for task in tasks) == held, "no stream ends without an engine"
