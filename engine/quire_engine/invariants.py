@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+_MOST_NAMED = 8  # since a pool has many thousand blocks, and a message is one line
+
 
 class InvariantViolation(AssertionError):
     """The scheduler's state contradicts itself: a bug of Quire, never caused by a request alone."""
@@ -19,6 +21,7 @@ def require(holds: bool, text: str) -> None:
 
 
 def require_same(found: Set[int], wanted: Set[int], text: str) -> None:
-    """`require` that both sets are equal; the message has `text` and what only one of them has."""
+    """`require` that both sets are equal; the message has `text` and the first of what only one of them has."""
     if found != wanted:
-        raise InvariantViolation(f"{text}: {sorted(found ^ wanted)}")
+        differ = sorted(found ^ wanted)
+        raise InvariantViolation(f"{text}, {len(differ)} of them: {differ[:_MOST_NAMED]}")

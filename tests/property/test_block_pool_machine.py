@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire_engine.scheduling.block_pool import BlockPool
+from support.scheduler_model import order_of_reuse
 
 SCOPES = st.sampled_from(["", "a", "b", "c"])
 WEIGHTS = st.sampled_from([0.5, 1.0, 1.0, 3.0])
@@ -152,7 +153,7 @@ class PoolMachine(RuleBasedStateMachine):
     def same(self) -> None:
         if hasattr(self, "pool"):
             self.pool.check()
-            assert self.pool.free_blocks()[: len(self.free)] == self.free
+            assert order_of_reuse(self.pool)[: len(self.free)] == self.free
             for scope in self.came:
                 own = [block for block in self.cached if self.scope[block] == scope]
                 owner = self.pool.shares._owners[scope]
@@ -175,7 +176,7 @@ class OneOwnerMachine(PoolMachine):
     def one_list(self) -> None:
         if hasattr(self, "pool"):
             last = [block for block in self.cached if block in self.pinned]
-            assert self.pool.free_blocks() == [*self.free, *(set_aside(self.cached, last)), *last]
+            assert order_of_reuse(self.pool) == [*self.free, *(set_aside(self.cached, last)), *last]
 
 
 def set_aside(blocks: list[int], others: list[int]) -> list[int]:

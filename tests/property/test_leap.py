@@ -12,6 +12,7 @@ from quire_engine.cost_model import CostModel
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.simulator import Simulation
 from quire_engine.simulation.traces import TraceRow
+from support.scheduler_model import order_of_reuse
 
 COST = CostModel(step=0.01, row=0.0003, context=1.7e-6, prompt=((1, 0.01), (64, 0.05)), chunk_context=1e-6)
 ROWS = st.builds(
@@ -34,7 +35,7 @@ def state(simulation: Simulation) -> tuple[Any, ...]:
     ]
     counts = (outcome.steps, outcome.peak_blocks, outcome.peak_step, outcome.block_steps)
     preempted = (outcome.total_preemptions, outcome.preemptions_by_cause, outcome.recomputed_tokens)
-    blocks = (list(kv._pool.free_blocks()), dict(kv._cache._hash_of), kv.total_evictions)
+    blocks = (order_of_reuse(kv._pool), dict(kv._cache._hash_of), kv.total_evictions)
     return requests, counts, preempted, sorted(outcome.gaps), blocks, simulation._scheduler._step, outcome.live
 
 

@@ -1,7 +1,7 @@
 """Runs tests of random schedules for longer: `pytest -p support.at_length --times 20 tests/property/...`.
 
 Promises: state machines and tests of drawn values draw so many times their examples; tests that ask for the option do
-so many times their runs. Every run draws other values, which is why it is the one that finds new faults.
+so many times their runs. Every run draws other values, and so may find new faults.
 Must not know: any test.
 """
 

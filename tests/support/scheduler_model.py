@@ -12,6 +12,7 @@ from typing import get_args
 from hypothesis import strategies as st
 
 from quire_engine.limits import AdmissionName, SchedulerConfig, SchedulerLimits
+from quire_engine.scheduling.block_pool import BlockPool
 from quire_engine.scheduling.policies import ItlTarget, Policies, policies_for
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group
@@ -173,6 +174,11 @@ def truly_resumed(wanted: GenerationRequest) -> GenerationRequest:
     full = [expected_tokens(wanted, choice) for choice in range(wanted.n)]
     resumed = tuple(t[: min(len(k), len(t) - 1)] for t, k in zip(full, wanted.resumed_token_ids, strict=False))
     return dataclasses.replace(wanted, resumed_token_ids=resumed, finished_choices=finished)
+
+
+def order_of_reuse(pool: BlockPool) -> list[int]:
+    """The blocks without a reference: free ones in the order of their use, then cached ones by owner."""
+    return [*reversed(pool._free), *pool.shares.cached()]
 
 
 def filled_slots(roster: Roster, block_size: int) -> dict[int, int]:

@@ -139,10 +139,6 @@ class BlockPool:
         self._free += free
         return len(gone)
 
-    def free_blocks(self) -> list[int]:
-        """The blocks without a reference: free ones in the order of their use, then cached ones by owner."""
-        return [*reversed(self._free), *self.shares.cached()]
-
     def check(self) -> None:
         """Raise InvariantViolation unless lists, owners, counts and totals agree."""
         free, cached = set(self._free), set(self.shares.cached())

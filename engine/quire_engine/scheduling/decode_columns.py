@@ -285,8 +285,8 @@ class DecodeColumns:
 
     def num_unused_slots(self, running: list[Group]) -> int:
         """Token slots in the rows' blocks that hold no token."""
-        if not self._place_of:
-            return 0  # with few streams, where numpy's calls are a part of the host's time that shows
+        if not self._place_of:  # as with few streams, where the time of numpy's calls shows
+            return 0
         places = self.layout(running).places
         return int((self._slots[places] - self.positions[places]).sum())
 

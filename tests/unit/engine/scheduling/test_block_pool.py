@@ -7,6 +7,7 @@ import pytest
 from quire_engine.invariants import InvariantViolation
 from quire_engine.scheduling.block_pool import BlockPool
 from quire_engine.scheduling.cache_shares import PATIENCE
+from support.scheduler_model import order_of_reuse
 
 
 def cached(pool: BlockPool, scope: str, count: int, weight: float = 1.0) -> list[int]:
@@ -49,7 +50,7 @@ def test_worthless_blocks_are_reused_first_and_cached_ones_in_order_of_release()
     pool.keep(0)
     pool.free(3)
     pool.free(1)
-    assert pool.free_blocks() == [1, 3, 2, 0]
+    assert order_of_reuse(pool) == [1, 3, 2, 0]
     assert [pool.take() for _ in range(2)] == [1, 3]
     assert [pool.evict(None)[0] for _ in range(2)] == [2, 0]
 
@@ -67,7 +68,7 @@ def test_sharing_a_cached_block_takes_it_off_the_list() -> None:
     pool = BlockPool(3)
     cached(pool, "", 3)
     pool.share(1)
-    assert pool.free_blocks() == [0, 2]
+    assert order_of_reuse(pool) == [0, 2]
     assert pool.refs(1) == 1
     pool.check()
 
@@ -95,6 +96,14 @@ def test_check_sees_a_lost_block() -> None:
         pool.check()
 
 
+def test_a_message_about_many_blocks_stays_one_short_line() -> None:
+    pool = BlockPool(5000)
+    for block in [pool.take() for _ in range(5000)]:
+        pool.drop(block)
+    with pytest.raises(InvariantViolation, match=r"^blocks are lost.*, 5000 of them: \[0, 1, 2, 3, 4, 5, 6, 7\]$"):
+        pool.check()
+
+
 def test_check_sees_a_block_that_counts_for_another_owner() -> None:
     pool = BlockPool(4)
     cached(pool, "a", 2)
@@ -107,7 +116,7 @@ def test_contents_that_are_no_longer_known_go_behind_the_free_blocks() -> None:
     pool = BlockPool(5)
     cached(pool, "", 4)
     assert pool.keep_only(lambda block: block == 2) == 3
-    assert pool.free_blocks() == [4, 0, 1, 3, 2]
+    assert order_of_reuse(pool) == [4, 0, 1, 3, 2]
     pool.check()
 
 
