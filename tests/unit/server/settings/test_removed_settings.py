@@ -32,27 +32,6 @@ def refused(*argv: str) -> tuple[str, ...]:
     return caught.value.lines
 
 
-def test_there_are_few_settings() -> None:
-    """A setting is for what an operator knows and the server cannot; a new one usually takes the place of another.
-
-    Three of them are words of an operator that nothing else can say: that programs of this machine may give orders,
-    that a dashboard still reads the names that vLLM has dropped, and that a key of a configuration does not matter. Two
-    more say what requests leave out: from where it is taken, and which values win. One is for who bills by streams of
-    clients that do not ask for their usage, one says whose code may compute a model, and one whether tokens are
-    guessed: what that gains follows from the texts. Five are of adapters: whether there are any, which, and how much
-    memory and how much of a step they may take. Four are of replicas: how many, who gets a request, and how long one
-    may be silent and a stream without one. Seven are of nodes: where they are, where one listens, and for
-    Prometheus, which finds no server there, and the secrets of links between machines. One says how much of a disk
-    kept prefixes may take, one which prefixes are there from the start, and one who is told what the cache has.
-    Five are of the KV blocks that nodes pass on: where they are had, by which address and which transport, whether
-    the network is trusted, and who computes prompts. One is where batches are kept, and one who gets metrics of
-    requests. One says how many processes accept connections, which depends on what else the machine's cores are
-    for, and one how many compute a model. Three are of several models: which, how much memory they share, and how
-    long a busy one keeps its part. One lets a page on which people learn pause the engine.
-    """
-    assert len(Settings.model_fields) <= 122
-
-
 def test_what_is_gone_is_no_setting() -> None:
     assert REMOVED.keys() & Settings.model_fields.keys() == set()
 

@@ -233,7 +233,6 @@ def test_help_shows_every_setting_grouped(capsys: pytest.CaptureFixture[str], mo
         assert option_group(field) in GROUPS
         assert option_unit(field) in {"", "s", "tokens", "bytes"}
         assert field.description
-    assert len(text.splitlines()) < 204
 
 
 def test_every_flag_can_be_given_its_own_default(tmp_path: Path):
