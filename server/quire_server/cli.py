@@ -86,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"] and len(words) > 1:
+        words = [*words[1:], "--help"]
     if not words or words[0] in {"-h", "--help", "help"}:
         print(_usage())
         return 0 if words else BAD_USAGE

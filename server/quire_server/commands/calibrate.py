@@ -83,7 +83,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=Path(DEFAULT_COST), metavar="FILE", help=f"[{DEFAULT_COST}]")
     parser.add_argument(
-        "--force", action="store_true", help=f"write also with a mean error above {LARGEST_ERROR:.0%} on held-out steps"
+        "--force",
+        action="store_true",
+        help=f"write also with a mean error above {LARGEST_ERROR:.0%}% on held-out steps",
     )
     return parser
 

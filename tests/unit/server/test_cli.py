@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
 import sys
+from argparse import ArgumentParser, _SubParsersAction
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +52,29 @@ def test_unknown_commands(capsys: pytest.CaptureFixture[str]):
     assert "did you mean `quire serve`?" in capsys.readouterr().err
     assert cli.main(["frobnicate"]) == 2
     assert "quire --help" in capsys.readouterr().err
+
+
+def parsers(parser: ArgumentParser) -> Iterator[ArgumentParser]:
+    """The parser and those of its sub-commands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, _SubParsersAction):
+            for each in action.choices.values():
+                yield from parsers(each)
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_help_text_is_formatted(name: str, capfd: pytest.CaptureFixture[str]):
+    """A bare percent sign in a help text ends the process only when the text is printed."""
+    module = import_module(cli.COMMANDS[name][0])
+    for parser in parsers(module.build_parser()) if hasattr(module, "build_parser") else ():
+        assert parser.format_help().startswith("usage: ")
+    printed = []
+    for words in ([name, "--help"], ["help", name]):
+        with contextlib.suppress(SystemExit):  # as argparse leaves, with 0 after a help
+            assert cli.main(words) == 0
+        printed.append(capfd.readouterr().out)
+    assert printed[0] == printed[1] != ""
 
 
 @pytest.mark.parametrize("during", ["import", "run"])
