@@ -14,7 +14,7 @@ CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
 HELP := \
   "serve          serve the embedded model, or ARGS=\"/models/X --port 9000\"" \
-  "test           every test that needs neither outside programs nor a GPU; under eight minutes" \
+  "test           every test that needs neither outside programs nor a GPU; ten to twenty minutes" \
   "kernel-test    the kernels on every instruction set of this machine" \
   "kernel-matrix  the same with all rows of every cross product" \
   "test-e2e       real servers, the openai clients, Prometheus" \
@@ -61,7 +61,7 @@ help:
 serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)
 
-# What every change needs, beside `make check`, which has the architecture's rules: under eight minutes on two cores. CI also runs
+# What every change needs, beside `make check`, which has the architecture's rules. CI also runs
 # kernel-test.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not kernels and not e2e and not gpu and not sim and not image and not schemas and not drafts and not matrix" \

@@ -53,9 +53,3 @@ def test_a_page_begins_with_what_it_answers(name: str) -> None:
     assert not empty
     assert sentence.endswith(".")
     assert sentence.count(". ") == 0
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_read_in_ten_minutes(name: str) -> None:
-    prose = re.sub(r"^\|.*$", "", re.sub(r"^```.*?^```$", "", text(name), flags=re.DOTALL | re.MULTILINE), flags=re.M)
-    assert len(prose.split()) <= 2_500, "tables and examples are looked up, the rest is read at 250 words a minute"

@@ -68,6 +68,7 @@ def _first_of_two(values: Sequence[str]) -> Sequence[str]:
     return () if values[:1] == ["1"] else ("--tensor-parallel-size", *values)
 
 
+_HOST_CACHE = "on a GPU --swap-space adds memory of the host to the cache; on a CPU --kv-memory is that memory, and --kv-offload-dir adds files"
 _LLAMA_CACHE: Mapping[str, str | None] = MappingProxyType({"f16": None, "bf16": None, "q8_0": "int8"})
 _CACHE_ELSE = "the KV cache is the model's type (f16, bf16) or int8 (q8_0)"
 
@@ -85,7 +86,7 @@ LLAMA_SERVER = Server(
         setting_row("-b --batch-size", "max_num_batched_tokens"),
         setting_row("-t --threads", "num_threads", convert=unless("num_threads", ["-1", "0"])),
         setting_row("-ctk --cache-type-k", "kv_cache_dtype", "keys and values have one type", one_of("kv_cache_dtype", _LLAMA_CACHE, _CACHE_ELSE)),
-        setting_row("-cram --cache-ram", "swap_space", "", lambda v: () if v[:1] in (["0"], ["-1"]) else ("--swap-space", f"{v[0]}MiB")),
+        nothing("-cram --cache-ram", _HOST_CACHE),
         setting_row("-dev --device", "device", "", one_of("device", {"none": "cpu"}, "expected none; a GPU is taken where there is one")),
         setting_row("-s --seed", "seed", convert=unless("seed", ["-1"])),
         setting_row("--host", "host"),
@@ -223,7 +224,6 @@ SGLANG = Server(
         setting_row("--max-lora-rank", "max_lora_rank"),
         setting_row("--max-loras-per-batch", "max_loras"),
         setting_row("--max-loaded-loras", "max_cpu_loras"),
-        setting_row("--hicache-size", "swap_space", "", lambda v: () if v[:1] == ["0"] else ("--swap-space", f"{v[0]}GB")),
         setting_row("--speculative-draft-model-path --speculative-draft-model", "speculation", "", _draft),
         setting_row("--speculative-algorithm", "speculation", "of NEXTN and EAGLE heads give the head: --speculation eagle:DIRECTORY", one_of("speculation",
             {"NGRAM": "auto", "STANDALONE": None}, "NGRAM, or STANDALONE with --speculative-draft-model-path")),
@@ -260,7 +260,7 @@ SGLANG = Server(
         nothing("--constrained-json-* --disable-outlines-disk-cache --enable-strict-thinking --strip-thinking-cache", "grammars are computed by llguidance, and allow what the schema allows"),
         nothing("--speculative-* --spec-trace-dir --enable-multi-layer-eagle", _DRAFTS),
         nothing("--lora-* --enable-lora-overlap-loading --max-lora-chunk-size --experts-shared-outer-loras", "adapters of one batch run together, loaded as they are asked for"),
-        nothing("--enable-hierarchical-cache --enable-hicache --hicache-*", "--swap-space is the host's part of the cache, --kv-offload-dir its files"),
+        nothing("--enable-hierarchical-cache --enable-hicache --hicache-*", _HOST_CACHE),
         refused("--quantization --quantization-param-path --quantize-and-serve --modelopt-* --rl-*", _OWN_FORMAT),
         refused("--is-embedding --skip-tokenizer-init --json-model-override-args --allow-auto-truncate --default-priority-value "
             "--schedule-low-priority-values-first --abort-on-priority-when-disabled", "what a model is its files say, and a request's length and class are checked as they come"),

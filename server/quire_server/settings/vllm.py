@@ -326,7 +326,8 @@ _OFFLOAD = "weights stay in the memory of the device"
 _MARKS = "the marks of thoughts are those of the chat template, or of --reasoning-parser"
 _TRACES = "traces are of requests, with --otlp-traces-endpoint; there are no finer ones"
 _RESTARTS = "an engine that ends is replaced, and its requests go on; --max-engine-restarts is how often"
-_REMOTE = "KV caches are not shared between servers"
+_REMOTE = "KV blocks pass between nodes of Quire, by `quire engine --kv-listen`, and not through vLLM's connectors"
+_ROLLOUT = "weights are read from files, and not passed between servers"
 
 # A flag of `vllm serve` that is not a setting here is accepted only if it has no effect or if it is a setting of
 # ours under another name. One line is for flags of one kind.
@@ -540,7 +541,8 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_is("speculative-model spec-model", "speculation", _SPECULATION, values=_DRAFTS, prefix="model:"),
     *_any("per-request-spec-decode-metrics", _SPECULATION),
     *_never("diffusion-config,-dc", "models write one token after the other", "json"),
-    *_never("kv-transfer-config ec-transfer-config weight-transfer-config", _REMOTE, "json"),
+    *_never("kv-transfer-config ec-transfer-config", _REMOTE, "json"),
+    *_never("weight-transfer-config", _ROLLOUT, "json"),
     *_never("ec-manager-config", _REMOTE, "json"),
     *_never("watermark-config", "texts are not marked", "json"),
     *_never("engram-config", "models with tables of n-grams are not served", "json"),

@@ -145,7 +145,7 @@ def test_the_ports_of_their_defaults_stay(server: Server) -> None:
         ("llama-server", "-c 0 -np -1 --seed -1 -ctk f16", "--port 8080"),
         ("llama-server", "--model=a.gguf --temp -0.5", "--model a.gguf --port 8080"),
         ("llama-server", "-a a,b --no-cache-prompt", "--served-model-name a b --no-enable-prefix-caching --port 8080"),
-        ("llama-server", "-cram 2048 -md /draft", "--swap-space 2048MiB --speculation model:/draft --port 8080"),
+        ("llama-server", "-cram 2048 -md /draft", "--speculation model:/draft --port 8080"),
         ("sglang", "--chunked_prefill_size -1 --tp 1 --dp 2", "--replicas 2 --port 30000"),
         (
             "sglang",
