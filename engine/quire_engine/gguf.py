@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from quire_engine.errors import ModelLoadError
+from quire_engine.plain_files import open_plain
 
 Scalar = int | float | bool | str
 Value = Scalar | list[int] | list[float] | list[bool] | list[str]
@@ -203,7 +203,7 @@ class Gguf:
         if tensor.kind.name != "F32" or len(tensor.shape) != 1:
             raise self.metadata.error(f"tensor {name} is {tensor.kind.name} {list(tensor.shape)}, not a row of F32")
         try:
-            with tensor.file.open("rb") as source:
+            with open_plain(tensor.file) as source:
                 source.seek(tensor.offset)
                 data = source.read(tensor.num_bytes)
             return [shortest(each) for each in struct.unpack(f"<{tensor.shape[0]}f", data)]
@@ -330,19 +330,12 @@ class _Source:
 def _read(path: Path) -> tuple[Metadata, dict[str, StoredTensor]]:
     """One file. Raises ModelLoadError."""
     try:
-        with open(path, "rb", opener=_open) as stream:
-            status = os.fstat(stream.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise ModelLoadError(f"{path}: not a plain file")
-            return _content(_Source(path, stream, status.st_size))
+        with open_plain(path) as stream:
+            return _content(_Source(path, stream, os.fstat(stream.fileno()).st_size))
     except FileNotFoundError:
         raise ModelLoadError(f"{path}: missing; the model is incomplete") from None
-    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-        raise ModelLoadError(f"{path}: cannot be read: {error}") from error
-
-
-def _open(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a pipe would be waited for
+    except OSError as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _content(source: _Source) -> tuple[Metadata, dict[str, StoredTensor]]:

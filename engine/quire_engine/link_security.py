@@ -14,7 +14,9 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from quire_engine.errors import ConfigError
+from quire_engine.plain_files import read_plain
 
+_MOST_KEY_BYTES = 1 << 16
 _LEAST_KEY_BYTES = 32
 
 
@@ -70,7 +72,7 @@ def link_security(
 def _read_key(file: Path) -> bytes:
     try:
         readable = bool(file.stat().st_mode & stat.S_IROTH)
-        secret = file.read_bytes().strip()
+        secret = read_plain(file, _MOST_KEY_BYTES).strip()
     except OSError as error:
         raise ConfigError(f"--cluster-key-file {file}: {error.strerror}") from None
     if readable:
@@ -104,7 +106,7 @@ def _context(protocol: int, cert: Path, key: Path, ca: Path) -> ssl.SSLContext:
 def _first_certificate(cert: Path) -> bytes:
     """The certificate that peers see, which comes before those of its authorities in the file."""
     begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-    text = cert.read_text(encoding="ascii", errors="replace")
+    text = read_plain(cert).decode("ascii", errors="replace")
     return ssl.PEM_cert_to_DER_cert(begin + text.partition(begin)[2].partition(end)[0] + end)
 
 

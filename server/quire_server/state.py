@@ -19,6 +19,7 @@ from fastapi import Query, Request
 
 from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
+from quire_engine.plain_files import read_plain_text
 from quire_engine.quality_store import stored_quality
 from quire_engine.types import AdapterFacts, EnginePort, EngineStats, StepOutput
 from quire_server.engine.adapters import AdapterFiles, ServedAdapters
@@ -480,7 +481,7 @@ def _check_vocabulary(settings: Settings, tokenizer: TextTokenizer, plan: Engine
 
 def _template(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_plain_text(file)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"--chat-template {file}: cannot be read: {reason}") from None

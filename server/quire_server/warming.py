@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire_engine.errors import ConfigError
+from quire_engine.plain_files import read_plain
 from quire_server.http.own_requests import OwnReply, Vouched, ask_own
 
 if TYPE_CHECKING:
@@ -43,12 +44,9 @@ def read_prefixes(path: Path) -> list[WarmPrefix]:
     """The lines of a file. Raises ConfigError."""
     where = f"--warm-prefix {path}"
     try:
-        with path.open("rb") as content:
-            raw = content.read(MAX_BYTES + 1)
+        raw = read_plain(path, MAX_BYTES)
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read: {error.strerror}") from None
-    if len(raw) > MAX_BYTES:
-        raise ConfigError(f"{where}: has more than {MAX_BYTES} bytes")
     lines = [(number, line) for number, line in enumerate(raw.splitlines(), 1) if line.strip()]
     if not lines:
         raise ConfigError(f"{where}: has no prefix")

@@ -176,3 +176,48 @@ def test_a_planted_assert_is_found():
     )
     assert list(asserts(planted, typed=True)) == [2]
     assert list(asserts(planted, typed=False)) == [2, 3, 4]
+
+
+# Modules that may read files otherwise than by `plain_files`: each has files of its own, or the system's.
+READS_FILES = {
+    "quire_engine.machine": "/proc and /sys",
+    "quire_engine.quality_store": "a trusted folder",
+    "quire_engine.cost_model": "a command's own file",
+    "quire_engine.execution.models.checkpoint": "/proc/self/maps",
+    "quire_server.metrics.energy": "/sys",
+    "quire_server.http.memory": "/proc/self/statm",
+    "quire_server.checkpoint.gguf_folder": "its own lock",
+    "quire_server.batches.store": "its own folder",
+    "quire_server.batches.runner": "its own folder",
+    "quire_server.batches.input": "its own folder",
+    "quire_server.routes.pages": "the package's own files",
+    "quire_server.cli": "/dev/null",
+    "quire_server.metrics.usage": "its own new file",
+    "quire_server.batch_launch": "a command's own files",
+}
+COMMANDS = ("quire_server.commands", "quire_engine.simulation", "quire_engine.tools")  # run by whom the files belong to
+
+
+def read_files(source: ast.Module) -> Iterator[int]:
+    """The lines that open or read a file by its path."""
+    for node in ast.walk(source):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="read_text" | "read_bytes"), args=[]):
+                yield node.lineno
+            case ast.Call(func=ast.Attribute(attr="open"), args=[ast.Constant(value=str(mode))]) if "b" in mode:
+                yield node.lineno
+            case ast.Call(func=ast.Name(id="open")):
+                yield node.lineno
+
+
+def test_files_that_others_name_are_opened_in_one_place():
+    """A pipe must hold up no reader, a large file must fill none: `plain_files` sees to both."""
+    readers = {name for name in [*of("quire_server"), *of("quire_engine")] if list(read_files(tree(name)))}
+    assert {name for name in readers if not any(name.startswith(each) for each in COMMANDS)} == set(READS_FILES)
+
+
+def test_a_planted_read_is_found():
+    planted = ast.parse(
+        "path.read_text(encoding='utf-8')\nfile.read_bytes()\npath.open('rb')\nopen(path)\nread_plain(path)"
+    )
+    assert list(read_files(planted)) == [1, 2, 3, 4]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire_engine.config import EngineConfig
 from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.execution.load_thread import LoadThread
 from quire_engine.execution.model_input import host_tensor
 from quire_engine.execution.models.adapter import ReadAdapter, adapted_products, most_adapter_bytes, read_adapter
 from quire_engine.execution.models.config import ModelConfig
@@ -71,7 +72,7 @@ class AdapterCache:
         self._leaving: set[str] = set()  # digests
         self._loads: dict[str, Future[Packed]] = {}  # for requests, by digest
         self._orders: dict[str, Future[Packed]] = {}  # for the operator, by the order's name
-        self._thread = ThreadPoolExecutor(1, "adapters")
+        self._thread = LoadThread(self._load, "adapters")
 
     @property
     def leaving(self) -> frozenset[str]:
@@ -87,6 +88,7 @@ class AdapterCache:
         if digest in self._packed and digest not in self._leaving:
             self._packed[digest] = self._packed.pop(digest)
             return ""
+        self._thread.give_up_overdue()
         load = self._loads.get(digest)
         if load is None:
             return self._begin(adapter, in_use)
@@ -96,9 +98,10 @@ class AdapterCache:
 
     def order(self, name: str, path: str, in_use: AdaptersInUse) -> dict[str, Any] | None:
         """Load an adapter by an order of this name: its facts, or None: ask again. Raises ModelLoadError."""
+        self._thread.give_up_overdue()
         load = self._orders.get(name)
         if load is None:
-            self._orders[name] = self._thread.submit(self._load, path)
+            self._orders[name] = self._thread.submit(path)
             return None
         if not load.done():
             return None
@@ -136,7 +139,7 @@ class AdapterCache:
         digest = adapter.digest
         if digest not in self._packed:
             if self._make_room(in_use):
-                self._loads[digest] = self._thread.submit(self._load, adapter.path)
+                self._loads[digest] = self._thread.submit(adapter.path)
             return None
         if digest in in_use.active:
             return None

@@ -15,7 +15,8 @@ from typing import Any
 
 from quire_engine.config import engine_config
 from quire_engine.errors import ModelLoadError
-from quire_engine.execution.models.adapter import read_adapter
+from quire_engine.execution.load_thread import LoadThread
+from quire_engine.execution.models.adapter import ReadAdapter, read_adapter
 from quire_engine.execution.models.config import ModelConfig, load_model_config
 from quire_engine.tools.json_child import converse
 from quire_engine.types import AdapterFacts
@@ -28,8 +29,13 @@ def answers(questions: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if not config.enable_lora:
             raise ModelLoadError(f"{config.model}: adapters are not enabled")
         model = _model(config.model, config.ignore_config_keys)
-        read = read_adapter(Path(asked["path"]), model, max_rank=config.max_lora_rank)
+        read = _read(str(asked["path"]), model, config.max_lora_rank)
         yield asdict(AdapterFacts(digest=read.digest, rank=read.rank))
+
+
+def _read(path: str, model: ModelConfig, max_rank: int) -> ReadAdapter:
+    loads = LoadThread(lambda path: read_adapter(Path(path), model, max_rank=max_rank), "adapter")
+    return loads.submit(path).result()
 
 
 @cache

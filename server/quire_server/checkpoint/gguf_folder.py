@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 
 from quire_engine.errors import ModelLoadError
 from quire_engine.gguf import Metadata, read_gguf
+from quire_engine.plain_files import is_plain
 from quire_server.checkpoint.gguf_config import check_types, config_of
 from quire_server.checkpoint.gguf_tokenizer import GgufVocabulary
 
@@ -42,7 +43,7 @@ _SAMPLING = {
 
 def is_gguf(path: Path) -> bool:
     """Whether a path names such a file."""
-    return path.suffix.lower() == SUFFIX and path.is_file()
+    return path.suffix.lower() == SUFFIX and is_plain(path)
 
 
 def gguf_of(folder: Path) -> Path | None:

@@ -20,6 +20,7 @@ from huggingface_hub import constants, errors
 
 from quire_engine.errors import ModelLoadError
 from quire_engine.gguf import shards
+from quire_engine.plain_files import read_plain
 from quire_server.checkpoint.gguf_folder import TOKENIZER_FILES, listed, models, of_quantisation, shard_names
 from quire_server.checkpoint.inspect import trouble_of_files
 
@@ -161,8 +162,8 @@ def _is_complete(folder: Path, *, weights: bool) -> bool:
     if not index.is_file():
         return any(path.is_file() for path in folder.glob("*.safetensors"))
     try:
-        named = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError):
+        named = set(json.loads(read_plain(index))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return False
     return all((folder / str(file)).is_file() for file in named)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from quire_engine.config import ARCHITECTURES, ModelImplementation, entry_of
 from quire_engine.errors import ModelLoadError
+from quire_engine.plain_files import is_plain, read_plain
 from quire_server.checkpoint.gguf_folder import SUFFIX, listed, models
 
 _GGUF = "it has GGUF files; add a colon and what the name of one of them ends with, such as :Q4_K_M; there are"
@@ -21,7 +22,7 @@ def check_name(name: str, path: Path) -> None:
     """Raises ModelLoadError for a name of a known other format that is neither a directory nor a repository."""
     if path.suffix.lower() == SUFFIX:
         raise ModelLoadError(f"{name}: there is no such GGUF file")
-    if path.is_file():
+    if is_plain(path):
         raise ModelLoadError(
             f"{name}: a file; name the directory of the checkpoint, with config.json and tokenizer.json"
         )
@@ -73,9 +74,7 @@ def trouble_of_files(names: Collection[str]) -> str:
 def _architecture(config: Path) -> str | None:
     """The architecture named in config.json; None if the engine's own message is more precise."""
     try:
-        if not config.is_file() or config.stat().st_size > _MOST:
-            return None
-        values = json.loads(config.read_bytes())
+        values = json.loads(read_plain(config, _MOST))
         (name,) = values["architectures"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -6,6 +6,7 @@ not know: HTTP, torch.
 
 from __future__ import annotations
 
+import os
 import re
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Protocol, cast
 from quire_engine.config import ModelImplementation, draft_model, eagle_head
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ModelLoadError
+from quire_engine.plain_files import is_plain
 from quire_server.checkpoint.gguf_folder import gguf_of, is_gguf, short_name, unfolded
 from quire_server.checkpoint.inspect import check_checkpoint, check_name
 from quire_server.settings import DEMO_MODEL, Settings
@@ -41,7 +43,7 @@ def localized(settings: Settings) -> Settings:
         if folder != Path(settings.model):
             names = settings.served_model_name or tuple(dict.fromkeys((_own_name(name), settings.model)))
             changed = {"model": str(folder), "served_model_name": names}
-    if settings.tokenizer is not None and not Path(settings.tokenizer).is_dir():
+    if settings.tokenizer is not None and not os.path.isdir(settings.tokenizer):
         folder = checkpoint_directory(settings.tokenizer, *where, setting="--tokenizer", weights=False)
         changed["tokenizer"] = str(folder)
     if draft := draft_model(settings.speculation):
@@ -65,9 +67,9 @@ def check_location(name: str, model_impl: ModelImplementation, setting: str = "-
     """
     name = _PAGE.sub("", name)
     path = Path(name).expanduser()
-    if is_gguf(path) and path.is_file():
+    if is_gguf(path) and is_plain(path):
         return None
-    if path.is_dir():
+    if os.path.isdir(path):
         if setting == "--model" and gguf_of(path) is None:
             check_checkpoint(path, model_impl)
         return None
@@ -87,7 +89,7 @@ def _no_model(setting: str, name: str) -> ModelLoadError:
 def _own_name(name: str) -> str:
     """The name under which a model is served: a repository's, or that of the file or the directory."""
     path = Path(name).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):
         return path.resolve().name
     return short_name(path.name) if is_gguf(path) else name
 
@@ -106,7 +108,7 @@ def checkpoint_directory(
     `tokenizer`: a GGUF file's is needed too. Raises ModelLoadError.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):
         found = gguf_of(path)
         return path if found is None else unfolded(found, tokenizer=tokenizer)
     if is_gguf(path):

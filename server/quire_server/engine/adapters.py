@@ -19,6 +19,7 @@ from quire_engine.types import FORGET_ADAPTER, LOAD_ADAPTER, Adapter, AdapterFac
 from quire_server.engine.json_child import ask_each
 from quire_server.errors import BadRequest, ModelNotFound, NotReady, Unsupported
 
+_START_SECONDS, _READ_SECONDS = 60.0, 120.0  # of the process that reads adapters, and of it for each of them
 _LOOK_SECONDS = 0.02  # between two questions whether an adapter is loaded
 
 
@@ -187,4 +188,4 @@ class AdapterFiles:
 
 def _ask(wanted: Sequence[tuple[EngineConfig, str]]) -> list[AdapterFacts]:
     questions = [{"config": config, "path": path} for config, path in wanted]
-    return ask_each("adapter_facts", questions, AdapterFacts)
+    return ask_each("adapter_facts", questions, AdapterFacts, timeout=_START_SECONDS + _READ_SECONDS * len(wanted))

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from quire_engine.errors import ConfigError
+from quire_engine.plain_files import read_plain
 from quire_server.settings import Settings
 
 
@@ -45,7 +46,7 @@ class ServerTls:
 
     def _read_expiry(self) -> datetime | None:
         try:
-            text = "" if self._certificate is None else self._certificate.read_text(encoding="ascii", errors="replace")
+            text = "" if self._certificate is None else read_plain(self._certificate).decode("ascii", errors="replace")
         except OSError:
             return None
         return expiry(text)

@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from quire_engine.errors import ConfigError
+from quire_engine.plain_files import read_plain
 
 KEPT_DAYS = 62  # this month and the one before
 SAVE_SECONDS = 5.0  # a server that is killed loses the counts of this time at most
@@ -179,7 +180,7 @@ class UsageBook:
             self._lock_file = os.open(f"{file}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if file.exists():
-                stored = msgspec.json.decode(file.read_bytes(), type=_Stored)
+                stored = msgspec.json.decode(read_plain(file), type=_Stored)
                 self._since, self._days = stored.since, stored.days
             self._write()
         except BlockingIOError:

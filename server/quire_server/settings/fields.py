@@ -19,6 +19,7 @@ from quire_engine.config import EngineConfig, Fault, KVTransferConfig
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ConfigError
 from quire_engine.limits import LIMIT_NAMES, SchedulerLimits, first_claim
+from quire_engine.plain_files import is_plain
 from quire_server.settings.engine_fields import DEMO_MODEL, EngineFields
 from quire_server.settings.faults import is_loopback, parse_faults
 from quire_server.settings.keys import ApiKey, Keys, KeySources, TenantEntry
@@ -101,11 +102,11 @@ class Settings(ServerFields, EngineFields, BaseSettings):
             yield "--learn pauses the one engine of a server; it excludes --engines, --replicas and nodes"
 
     def _wrong_files(self) -> Iterator[str]:
-        if self.chat_template is not None and not self.chat_template.is_file():
+        if self.chat_template is not None and not is_plain(self.chat_template):
             yield f"there is no chat template at {self.chat_template}; set --chat-template to a Jinja file"
         for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
             file = getattr(self, name)
-            if file is not None and not file.is_file():
+            if file is not None and not is_plain(file):
                 yield f"{flag_name(name)} {file}: there is no such file"
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             yield "--ssl-keyfile and --ssl-ca-certs need --ssl-certfile, else nothing is encrypted"

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from quire_engine.plain_files import read_plain_text
 from quire_server.settings.sources import SettingsError, read_yaml
 
 LEAST_NAMED = 8  # characters of a key after a name: a shorter one is probably part of a key that contains an equal sign
@@ -49,7 +50,7 @@ def parse_key(text: str) -> ApiKey:
 def read_keys(path: Path, flag: str = "--api-key-file") -> Iterator[ApiKey]:
     """The keys of a file: one a line; lines that are empty or begin with # do not count. Raises ValueError."""
     try:
-        lines = list(enumerate(path.read_text(encoding="utf-8").splitlines(), start=1))
+        lines = list(enumerate(read_plain_text(path).splitlines(), start=1))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text in UTF-8"
         raise ValueError(f"{flag} {path}: cannot be read: {reason}") from None

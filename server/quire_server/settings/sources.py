@@ -16,6 +16,7 @@ from pathlib import Path
 import yaml
 from pydantic_core import ErrorDetails
 
+from quire_engine.plain_files import read_plain_text
 from quire_server.settings.limits import REMOVED, removed_line
 
 ENV_PREFIX = "QUIRE_"
@@ -46,10 +47,10 @@ def with_flags(advice: str) -> str:
 def read_yaml(path: Path, source: str) -> object:
     """The parsed content of a YAML file, of any type. Raises SettingsError, which begins with `source`."""
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.safe_load(read_plain_text(path))
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{source}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a day that no calendar has
         raise SettingsError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
 
 

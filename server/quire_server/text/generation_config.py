@@ -15,6 +15,7 @@ from typing import Annotated, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.plain_files import read_plain
 
 FILE = "generation_config.json"
 AUTO, NONE = "auto", "none"
@@ -86,7 +87,7 @@ def _of_file(file: Path, *, optional: bool) -> dict[str, float]:
             return {}
         raise ConfigError(f"--generation-config {file.parent}: there is no {FILE}; set it to auto or none")
     try:
-        return _Keys.model_validate(json.loads(file.read_text(encoding="utf-8"))).given()
+        return _Keys.model_validate(json.loads(read_plain(file))).given()
     except ValidationError as error:
         raise ModelLoadError(f"{file}: {_told(error)}; --generation-config none leaves the file out") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -16,10 +16,11 @@ import resource
 import signal
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+from quire_engine.plain_files import read_plain_text
 
 _TRIED_TOKENS = 48  # complex grammars fail within the first tokens
 _TRIES = 2
@@ -49,7 +50,7 @@ class GrammarTrial:
 
     def __init__(self, tokenizer: str, eos_token_ids: list[int], limits: Mapping[str, int]) -> None:
         # The text, not the path: the library would take a missing path for a name to download.
-        text = Path(tokenizer).read_text(encoding="utf-8")
+        text = read_plain_text(tokenizer)
         self._tokenizer = LLTokenizer(text, eos_token=eos_token_ids or None)
         self._limits = LLParserLimits(**limits)  # type: ignore[arg-type]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire_engine.errors import ModelLoadError
+from quire_engine.plain_files import open_plain, read_plain
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,11 +61,11 @@ def _tensor(folder: Path, name: str) -> NDArray[np.float64] | None:
     file = folder / _SINGLE
     try:
         if (folder / _INDEX).is_file():
-            shard = json.loads((folder / _INDEX).read_bytes())["weight_map"].get(name)
+            shard = json.loads(read_plain(folder / _INDEX))["weight_map"].get(name)
             if shard is None:
                 return None
             file = folder / Path(str(shard)).name
-        with file.open("rb") as source:
+        with open_plain(file) as source:
             length = int.from_bytes(source.read(8), "little")
             if length > _MAX_HEADER:
                 raise ValueError("its header is too long")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from quire_engine.errors import ModelLoadError
+from quire_engine.plain_files import read_plain
 from quire_server.text.matrices import Projection
 
 PoolingChoice = Literal["auto", "last", "mean", "yes-no", "none"]
@@ -127,6 +128,4 @@ def _modes(config: object) -> list[str]:
 
 
 def _read(file: Path) -> object:
-    if file.stat().st_size > _MAX_BYTES:
-        raise ValueError(f"{file.name} is too large")
-    return json.loads(file.read_text(encoding="utf-8"))
+    return json.loads(read_plain(file, _MAX_BYTES))

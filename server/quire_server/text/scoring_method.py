@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.plain_files import read_plain
 from quire_server.text.matrices import Projection
 from quire_server.text.pooling_method import PoolingChoice
 from quire_server.text.tokenizer import TextTokenizer
@@ -108,7 +109,7 @@ def sigmoid(value: float) -> float:
 def _answers_of_modules(model: Path) -> tuple[int, int] | None:
     """The tokens that sentence-transformers' module for such models names, if the checkpoint has it."""
     try:
-        modules = json.loads((model / "modules.json").read_bytes())
+        modules = json.loads(read_plain(model / "modules.json"))
         for module in modules:
             if str(module["type"]).endswith(".LogitScore"):
                 folder = (model / str(module["path"])).resolve()
@@ -135,9 +136,7 @@ def _classifier(model: Path, config: dict[str, object]) -> Classifier:
 
 def _read(file: Path) -> dict[str, object]:
     try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise ValueError("too large")
-        value = json.loads(file.read_bytes())
+        value = json.loads(read_plain(file))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file}: cannot be read as JSON: {error}") from error
     return value if isinstance(value, dict) else {}

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from quire_engine.errors import ModelLoadError
+from quire_engine.plain_files import read_plain, read_plain_text
 from quire_server.errors import BadRequest
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -81,9 +82,11 @@ class TextTokenizer:
                 hint = "; it has only a sentencepiece tokenizer.model: convert it by saving a fast tokenizer"
             raise ModelLoadError(f"{file}: the file is missing{hint}")
         try:
-            tokenizer = Tokenizer.from_file(str(file))
+            tokenizer = Tokenizer.from_buffer(read_plain(file))
         except (KeyboardInterrupt, SystemExit):
             raise
+        except OSError as exc:
+            raise ModelLoadError(f"{file}: {exc.strerror}") from exc
         except BaseException as exc:  # the library raises bare Exception, and panics, which are BaseException
             reason = " ".join(str(exc).split())
             raise ModelLoadError(f"{file}: not a tokenizer: {reason}") from exc
@@ -242,7 +245,7 @@ def _read_json(file: Path) -> dict[str, object]:
     if not file.is_file():
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(read_plain(file))
     except (OSError, ValueError, RecursionError) as exc:
         raise ModelLoadError(f"{file}: not readable as JSON: {exc}") from exc
     if not isinstance(value, dict):
@@ -286,7 +289,7 @@ def _chat_template(path: Path, config: Mapping[str, object]) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
         try:
-            return file.read_text(encoding="utf-8")
+            return read_plain_text(file)
         except (OSError, ValueError) as exc:
             raise ModelLoadError(f"{file}: not readable as text: {exc}") from exc
     value = config.get("chat_template")

@@ -22,6 +22,8 @@ from typing import BinaryIO
 
 from tokenizers import Tokenizer
 
+from quire_engine.plain_files import read_plain
+
 ENCODE, ENCODE_WITH_SPECIAL, DECODE = b"e", b"s", b"d"
 OK, FAILED = b"k", b"f"
 PIECE_BYTES = 1 << 16
@@ -80,7 +82,7 @@ def main(file: str, seconds: float, memory_bytes: int) -> None:
         sink.write(bytes(4))
         sink.flush()
 
-    tokenizer = Tokenizer.from_file(file)
+    tokenizer = Tokenizer.from_buffer(read_plain(file))
     tokenizer.no_truncation()  # as in the parent
     tokenizer.no_padding()
     tell(OK)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire_engine.execution.distribution import padded, padded_width
 from quire_engine.grammar_limits import GRAMMAR_LIMITS, MAX_COMPILED
+from quire_engine.plain_files import read_plain, read_plain_text
 
 _LONGEST_ERROR = 300  # characters
 _FEW_CELLS = 1 << 17  # of logits; of fewer all rows at once cost less than a look at each row's mask
@@ -188,7 +189,7 @@ def load_vocabulary(folder: Path, num_ids: int, defaults: Path | None = None) ->
     file = folder / "tokenizer.json"
     try:
         # The text, not the path: a path that is not there would be taken for a name to download.
-        text = file.read_text(encoding="utf-8")
+        text = read_plain_text(file)
         return LLTokenizer(text, n_vocab=num_ids, eos_token=_end_ids(folder, defaults or folder) or None)
     except OSError as error:
         raise GrammarError(f"grammars need {file.name}, which cannot be read: {error.strerror}") from None
@@ -202,8 +203,8 @@ def _end_ids(folder: Path, defaults: Path) -> list[int]:
     found: list[int] = []
     for file in (defaults / "generation_config.json", folder / "config.json"):
         try:
-            value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
+            value = json.loads(read_plain(file)).get("eos_token_id")
+        except (OSError, ValueError, AttributeError, RecursionError):
             continue
         found += [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
     return list(dict.fromkeys(found))

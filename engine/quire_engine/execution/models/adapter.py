@@ -6,9 +6,10 @@ and the digest is that of the very bytes that were read. A failure is a ModelLoa
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-import math
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
@@ -28,9 +30,11 @@ from quire_engine.execution.models.experts import common_name
 from quire_engine.execution.models.matrix_parts import Part
 from quire_engine.execution.models.sites import SITES, Site, place_of, site_of
 from quire_engine.execution.models.weights import expected_shapes, gate_up_parts, qkv_parts
+from quire_engine.plain_files import read_plain
 from quire_kernels.low_rank import AdaptedProduct, LowRankExperts, LowRankMatrix, LowRankPart
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+_LARGEST = torch.finfo(torch.float32).max  # what kernels multiply with
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_HEADER_BYTES = 8 << 20
 
@@ -86,7 +90,7 @@ class ReadAdapter(NamedTuple):
 
 def read_adapter(path: Path, config: ModelConfig, *, max_rank: int) -> ReadAdapter:
     """The adapter in a directory, checked against the model. Raises ModelLoadError."""
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise ModelLoadError(f"{path}: there is no such directory of an adapter")
     weights = path / WEIGHTS
     if not weights.exists() and (path / PICKLE).exists():
@@ -116,13 +120,10 @@ def most_adapter_bytes(config: ModelConfig, rank: int, itemsize: int) -> int:
 
 def _read(file: Path, most: int, why: str) -> bytes:
     try:
-        with file.open("rb") as opened:
-            data = opened.read(most + 1)
+        return read_plain(file, most)
     except OSError as error:
-        raise ModelLoadError(f"{file}: cannot be read: {error.strerror}") from None
-    if len(data) > most:
-        raise ModelLoadError(f"{file}: it has more than {most} bytes{', ' if why else ''}{why}")
-    return data
+        reason = f", {why}" if why and error.errno == errno.EFBIG else ""
+        raise ModelLoadError(f"{file}: cannot be read: {error.strerror}{reason}") from None
 
 
 def _module_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -186,7 +187,7 @@ def _checked(plain: Mapping[str, Any], max_rank: int) -> Settings:
     if not _is_rank(rank):
         raise _Wrong("r", "it is no rank")
     if not _is_number(alpha):
-        raise _Wrong("lora_alpha", "it is no finite number")
+        raise _Wrong("lora_alpha", "it is no finite number in float32")
     if not isinstance(by_root, bool):
         raise _Wrong("use_rslora", "it is neither true nor false")
     ranks = _patterns(plain, "rank_pattern", _is_rank)
@@ -220,7 +221,7 @@ def _is_rank(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def _are_names(value: Any) -> bool:

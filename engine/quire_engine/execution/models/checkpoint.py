@@ -22,6 +22,7 @@ from torch import Tensor
 from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.options import read_json_object
 from quire_engine.gguf import PLAIN, StoredTensor, read_gguf
+from quire_engine.plain_files import open_plain, read_plain
 from quire_kernels.kernel_set import KernelSet
 from quire_kernels.stored import StoredKind, StoredMatrix
 
@@ -346,8 +347,7 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
         entries: dict[str, _Entry] = {}
         for file_path, promised in _files(path).items():
             try:
-                if file_path.exists() and not file_path.is_file():  # a pipe would be waited for
-                    raise ModelLoadError(f"{file_path}: not a plain file")
+                open_plain(file_path).close()  # the library would wait for a pipe
                 file: _File = stack.enter_context(safe_open(str(file_path), framework="pt", device="cpu"))
                 names = file.keys()
             except FileNotFoundError:
@@ -426,7 +426,7 @@ def fingerprint(path: Path) -> str:
         status = file.stat()
         digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns} {status.st_ino}\n".encode())
     if ggufs:  # whose configuration is derived from them at each start
-        digest.update((path / "config.json").read_bytes())
+        digest.update(read_plain(path / "config.json"))
     return digest.hexdigest()[:16]
 
 

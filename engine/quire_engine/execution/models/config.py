@@ -19,9 +19,10 @@ from typing import Literal
 from quire_engine.config import HEADLESS, entry_of
 from quire_engine.execution.models.experts_config import ExpertsConfig, experts_of
 from quire_engine.execution.models.families import FAMILIES, Bias, Family
-from quire_engine.execution.models.options import MAX_BYTES, Options
+from quire_engine.execution.models.options import Options
 from quire_engine.execution.models.quantisation import Quantisation, quantisation_of
 from quire_engine.kv_groups import KVHeads
+from quire_engine.plain_files import read_plain
 
 # Options of other families, at the values that change nothing here. Exporters write them into every configuration.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -471,10 +472,8 @@ def _family(options: Options) -> tuple[Family, bool]:
 def _makes_vectors(path: Path) -> bool:
     """Whether the checkpoint is one of sentence-transformers that pools the last layer's rows."""
     file = path / "modules.json"
-    if not file.is_file() or file.stat().st_size > MAX_BYTES:
-        return False
     try:
-        modules = json.loads(file.read_bytes())
+        modules = json.loads(read_plain(file))
     except (OSError, ValueError, RecursionError):
         return False
     kinds = [module.get("type") for module in modules if isinstance(module, dict)] if isinstance(modules, list) else []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import stat
 from collections.abc import Collection
 from pathlib import Path
 
 from quire_engine.errors import ModelLoadError, NotNative
+from quire_engine.plain_files import read_plain
 
 MAX_BYTES = 64 << 20  # a config is kilobytes and the largest shard index a few megabytes
 
@@ -120,15 +120,12 @@ class Options:
 def read_json_object(file: Path) -> dict[str, object]:
     """The object in a JSON file. Raises ModelLoadError if it is missing, too large, or not an object."""
     try:
-        status = file.stat()
-        if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait for its writer
-            raise ModelLoadError(f"{file}: not a plain file")
-        if status.st_size > MAX_BYTES:
-            raise ModelLoadError(f"{file}: larger than {MAX_BYTES >> 20} MiB")
-        value = json.loads(file.read_bytes())
+        value = json.loads(read_plain(file, MAX_BYTES))
     except FileNotFoundError:
         raise ModelLoadError(f"{file}: no such file") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ModelLoadError(f"{file}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file}: cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{file}: must hold a JSON object")

@@ -15,6 +15,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from quire_engine.errors import ConfigError
+from quire_engine.plain_files import read_plain
 
 _DNS = "dns:"
 _FILE = "file:"
@@ -79,10 +80,7 @@ def read_addresses(path: Path) -> list[Address]:
 
     Raises OSError, and ConfigError for a line that is none.
     """
-    with path.open("rb") as file:
-        raw = file.read(MOST_FILE_BYTES + 1)
-    if len(raw) > MOST_FILE_BYTES:
-        raise ConfigError(f"{path}: more than {MOST_FILE_BYTES:,} bytes are no list of nodes")
+    raw = read_plain(path, MOST_FILE_BYTES)
     lines = (line.strip() for line in raw.decode(errors="replace").splitlines())
     return [_node_address(line, str(path)) for line in lines if line and not line.startswith("#")]
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
+from quire_engine.plain_files import open_plain, read_plain
+
 _WHOLE = ("config.json",)
 _WEIGHTS = ("*.safetensors", "*.gguf")
 _HEAD_BYTES = 1 << 20  # where the names, types and shapes of the tensors are
@@ -23,7 +25,7 @@ def model_digest(folder: Path) -> str:
     for file in sorted(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as weights:
+        with open_plain(file) as weights:
             digest.update(weights.read(_HEAD_BYTES))
             for sample in range(_SAMPLES + 1):
                 weights.seek(max(0, size - _SAMPLE_BYTES) * sample // _SAMPLES)
@@ -34,7 +36,7 @@ def model_digest(folder: Path) -> str:
 def tokenizer_digest(folder: Path) -> str:
     """Of the file that says how text becomes tokens; empty where there is none."""
     file = folder / "tokenizer.json"
-    return sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+    return sha256(read_plain(file)).hexdigest() if file.is_file() else ""
 
 
 def numerics_name(arithmetic: str, model: str) -> str:
@@ -43,4 +45,4 @@ def numerics_name(arithmetic: str, model: str) -> str:
 
 
 def _of_whole(file: Path) -> bytes:
-    return sha256(file.read_bytes()).digest() if file.is_file() else b""
+    return sha256(read_plain(file)).digest() if file.is_file() else b""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,11 @@ def stored(edit: Callable[[dict[str, torch.Tensor]], object]) -> Change:
     return change
 
 
+def as_pipe(path: Path) -> None:
+    (path / "adapter_config.json").unlink()
+    os.mkfifo(path / "adapter_config.json")
+
+
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 BAD: dict[str, tuple[Change, str]] = {
     "a prompt's": (configured(peft_type="PROMPT_TUNING"), r'peft_type="PROMPT_TUNING": adapters are served of type'),
@@ -65,6 +71,10 @@ BAD: dict[str, tuple[Change, str]] = {
     "large somewhere": (configured(rank_pattern={"q_proj": 64}), "rank 64 is more than"),
     "no alpha": (configured(lora_alpha="8"), 'lora_alpha="8": it is no finite number'),
     "infinite": (configured(lora_alpha=math.inf), "lora_alpha=Infinity: it is no finite number"),
+    "beyond float32": (configured(lora_alpha=1e308), r"lora_alpha=1e\+308: it is no finite number in float32"),
+    "a long number": (configured(lora_alpha=10**400), "lora_alpha=1000.*: it is no finite number"),
+    "a huge number": (configured(alpha_pattern={"q_proj": 1e39}), "alpha_pattern=.*: it is no object of numbers"),
+    "a pipe": (as_pipe, "adapter_config.json: cannot be read: not a plain file"),
     "rslora": (configured(use_rslora=1), "use_rslora=1: it is neither"),
     "expression": (configured(rank_pattern={"(a+)+$": 4}), "is an expression"),
     "patterns": (configured(alpha_pattern=[1]), "alpha_pattern=.1.: it is no object"),
@@ -104,7 +114,7 @@ BAD: dict[str, tuple[Change, str]] = {
     ),
     "huge": (
         lambda p: (p / "adapter_model.safetensors").write_bytes(bytes(12 << 20)),
-        "more than the adapted matrices can have with --max-lora-rank 16",
+        "larger than .* bytes, more than the adapted matrices can have with --max-lora-rank 16",
     ),
 }
 
@@ -125,6 +135,9 @@ def test_a_bad_adapter_is_refused_in_one_line(name: str, tmp_path: Path) -> None
 def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="no such directory of an adapter"):
         read_adapter(tmp_path / "none", model_config(), max_rank=16)
+    for name in ("x" * 256, "a\0b"):
+        with pytest.raises(ModelLoadError, match="no such directory of an adapter"):
+            read_adapter(tmp_path / name, model_config(), max_rank=16)
 
 
 def test_experts_are_refused_by_their_targets(tmp_path: Path) -> None:
