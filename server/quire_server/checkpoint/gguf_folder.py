@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from quire_engine.errors import ModelLoadError
-from quire_engine.gguf import Metadata, read_gguf
+from quire_engine.gguf import Metadata, read_gguf, shown
 from quire_engine.plain_files import is_plain
 from quire_server.checkpoint.gguf_config import check_types, config_of
 from quire_server.checkpoint.gguf_tokenizer import GgufVocabulary
@@ -39,6 +40,8 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
+
+log = logging.getLogger("quire")
 
 
 def is_gguf(path: Path) -> bool:
@@ -112,9 +115,12 @@ def unfolded(file: Path, *, tokenizer: bool = True) -> Path:
     if not tokenizer or all(path.name != "tokenizer.json" for path in beside):
         beside = []
     if beside or not tokenizer:
-        _ends_of_file(model.metadata, config)
+        config["eos_token_id"] = _ends_beside(model.metadata)
     else:
         vocabulary = GgufVocabulary(model.metadata)
+        if vocabulary.corrected:
+            named = ", ".join(map(shown, vocabulary.corrected[:_MOST_LISTED]))
+            log.warning("%s: stored as ordinary text and taken as control tokens, which they are: %s", file, named)
         special = vocabulary.special()
         config |= {"eos_token_id": list(special.end_ids), "bos_token_id": special.bos_id}
         written["tokenizer.json"] = vocabulary.tokenizer()
@@ -158,11 +164,13 @@ def _remove_left(parent: Path) -> None:
             shutil.rmtree(lock.parent, ignore_errors=True)
 
 
-def _ends_of_file(metadata: Metadata, config: dict[str, object]) -> None:
-    """The ids that end a text, beside those of the tokenizer that wins."""
+def _ends_beside(metadata: Metadata) -> list[int]:
+    """The ids that end a text, by a file whose tokenizer is not used; those of the tokenizer that is come beside them."""
+    if metadata.has("tokenizer.ggml.tokens"):
+        return list(GgufVocabulary(metadata).end_ids())
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = [metadata.raw(f"tokenizer.ggml.{key}") for key in keys]
-    config["eos_token_id"] = list(dict.fromkeys(each for each in found if isinstance(each, int)))
+    return list(dict.fromkeys(each for each in found if isinstance(each, int)))
 
 
 def _sampling(metadata: Metadata) -> dict[str, object]:

@@ -17,20 +17,25 @@ _KEY = "tokenizer.ggml."
 _ADVICE = "put the model's tokenizer.json beside the file, or name its folder with --tokenizer"
 _NONE = (1 << 32) - 1  # an id that stands for none
 _MOST_WORK = 1 << 30  # characters compared to find the merges of a vocabulary
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # types of tokens; 1 is a normal one
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
 _SPACE = "\u2581"
-# Texts of control tokens that end a turn or a text, in files that name only one of them.
+# Texts of tokens that end a turn or a text, in files that name only one of them. Whatever type a file gives such a token,
+# it is a control token: converters and fine-tuning tools store them as NORMAL or USER_DEFINED by mistake.
 _ENDS = frozenset(
     [
         "<|eot_id|>",
         "<|im_end|>",
         "<|end|>",
         "<|return|>",
+        "<|call|>",
+        "<|calls|>",
+        "<|flush|>",
         "<end_of_turn>",
+        "<turn|>",
+        "<|tool_response>",
         "<|endoftext|>",
         "<|end_of_text|>",
         "<|eom_id|>",
-        "</s>",
         "<EOT>",
         "_<EOT>",
         "[EOT]",
@@ -38,6 +43,22 @@ _ENDS = frozenset(
         "<eos>",
         "<end_of_utterance>",
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    ]
+)
+# Texts that are an end only as a control token: elsewhere it is HTML, which Gemma's vocabularies have as tokens.
+_ENDS_IF_CONTROL = frozenset(["</s>"])
+# Texts of tokens of code models before another repository or file, where the text in hand is over.
+_ENDS_OF_FILES = frozenset(
+    [
+        *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+        *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
+    ]
+)
+# Texts of tokens that begin a turn or stand between its parts; files that store the ends as NORMAL store these so too.
+_MARKS = frozenset(
+    [
+        *("<start_of_turn>", "<|turn>", "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>"),
+        *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
     ]
 )
 _SPECIAL = {
@@ -164,25 +185,28 @@ class GgufVocabulary:
         types = metadata.integers(_KEY + "token_type")
         if types is not None and len(types) != len(tokens):
             raise self._error("token_type", f"{len(types)} values for {len(tokens)} tokens")
-        self._types = types or [1] * len(tokens)
+        given = types or [_NORMAL] * len(tokens)
+        self._types = list(map(_own_type, self.tokens, given))
+        self.corrected = [
+            token for token, kind, own in zip(self.tokens, given, self._types, strict=True) if kind != own
+        ]  # tokens that the file gives a wrong type
 
     def special(self) -> SpecialTokens:
         """The special tokens, by the keys that name them and by their texts."""
         ids = {name: self._special_id(name) for name in _SPECIAL}
-        named = [ids["eos_token"], self._id("eot_token_id"), self._id("eom_token_id")]
-        told = [
-            place
-            for place, token in enumerate(self.tokens)
-            if token in _ENDS and self._types[place] == _CONTROL and not self._is_channel_end(token)
-        ]
-        ends = dict.fromkeys(each for each in [*named, *told] if each is not None)
         template = self._metadata.raw("tokenizer.chat_template")
         return SpecialTokens(
             texts={name: self.tokens[place] for name, place in ids.items() if place is not None},
-            end_ids=tuple(ends),
+            end_ids=self.end_ids(),
             bos_id=ids["bos_token"],
             chat_template=None if template is None else self._metadata.text("tokenizer.chat_template"),
         )
+
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids that end a text: those that keys name, then those whose texts say so."""
+        named = [self._special_id("eos_token"), self._id("eot_token_id"), self._id("eom_token_id")]
+        told = [place for place, token in enumerate(self.tokens) if self._is_end(token, self._types[place])]
+        return tuple(dict.fromkeys(each for each in [*named, *told] if each is not None))
 
     def tokenizer(self) -> dict[str, Any]:
         """The file tokenizer.json."""
@@ -197,9 +221,13 @@ class GgufVocabulary:
     def _error(self, key: str, reason: str) -> Exception:
         return self._metadata.error(f"{_KEY}{key}: {reason}")
 
-    def _is_channel_end(self, token: str) -> bool:
-        """Models that answer in channels end each with <|end|>, and all with <|return|>."""
-        return token == "<|end|>" and "<|return|>" in self._ids
+    def _is_end(self, token: str, kind: int) -> bool:
+        """Whether a token's text says that it ends a turn, in this vocabulary."""
+        if token == "<|end|>":  # of a channel, in models that answer in several; another token ends them all
+            return "<|return|>" not in self._ids and not {"<|calls|>", "<|flush|>"} <= self._ids.keys()
+        if token in _ENDS_OF_FILES:
+            return kind in {_CONTROL, _USER_DEFINED}
+        return token in _ENDS or (token in _ENDS_IF_CONTROL and kind == _CONTROL)
 
     def _special_id(self, name: str) -> int | None:
         return self._id(_SPECIAL[name], _DEFAULTS.get(self.model, {}).get(name))
@@ -391,3 +419,10 @@ class GgufVocabulary:
             for each in (bos, eos)
         )
         return [*before, {"Sequence": {"id": text, "type_id": kind}}, *after]
+
+
+def _own_type(token: str, kind: int) -> int:
+    """The type of a token; a wrong one of ends and marks is corrected, since their texts leave no doubt."""
+    if token in _ENDS:
+        return _CONTROL
+    return _CONTROL if token in _MARKS and kind == _NORMAL else kind

@@ -130,7 +130,7 @@ def test_a_tokenizer_beside_the_file_wins(file: Path, tmp_path: Path) -> None:
     made = unfolded(folder / "a.gguf")
     assert (made / "tokenizer.json").readlink() == folder / "tokenizer.json"
     assert json.loads((made / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
-    assert json.loads((made / "config.json").read_text())["eos_token_id"] == [2]
+    assert json.loads((made / "config.json").read_text())["eos_token_id"] == [2, 0]
     strange = placed(changed(file, tmp_path, {"tokenizer.ggml.pre": "unheard-of"}), tmp_path / "strange", "a.gguf")
     with pytest.raises(ModelLoadError, match=r"put the model's tokenizer\.json beside the file"):
         unfolded(strange / "a.gguf")

@@ -284,18 +284,81 @@ def test_the_tokens_that_end_a_text(folder: Path) -> None:
     grown = values | {
         "tokenizer.ggml.tokens": [*tokens, *more],
         "tokenizer.ggml.scores": [*values["tokenizer.ggml.scores"], 0.0, 0.0, 0.0],
-        "tokenizer.ggml.token_type": [*types, 3, 4, 3],  # of which the second is ordinary text
+        "tokenizer.ggml.token_type": [*types, 3, 4, 3],
     }
     first = len(tokens)
-    assert GgufVocabulary(metadata(grown)).special().end_ids == (2, first, first + 2)
+    assert GgufVocabulary(metadata(grown)).special().end_ids == (2, first, first + 1, first + 2)
     named = grown | {"tokenizer.ggml.eot_token_id": first + 1, "tokenizer.ggml.eom_token_id": 3}
     assert GgufVocabulary(metadata(named)).special().end_ids == (2, first + 1, 3, first, first + 2)
     nothing = named | {"tokenizer.ggml.eot_token_id": (1 << 32) - 1}  # as converters write -1
-    assert GgufVocabulary(metadata(nothing)).special().end_ids == (2, 3, first, first + 2)
+    assert GgufVocabulary(metadata(nothing)).special().end_ids == (2, 3, first, first + 1, first + 2)
     plain = GgufVocabulary(metadata(tokenizer_metadata(folder))).special()
     assert set(plain.end_ids) == {0, 2}  # <|endoftext|> and <|im_end|>
     assert plain.texts == {"eos_token": "<|im_end|>"}
     assert plain.chat_template is not None
+
+
+def with_tokens(values: dict[str, Any], added: dict[str, int]) -> dict[str, Any]:
+    """The vocabulary with further tokens, by their types."""
+    count = len(values[_TOKENS])
+    return values | {
+        _TOKENS: [*values[_TOKENS], *added],
+        "tokenizer.ggml.scores": [*values.get("tokenizer.ggml.scores", [0.0] * count), *[0.0] * len(added)],
+        "tokenizer.ggml.token_type": [*values["tokenizer.ggml.token_type"], *added.values()],
+    }
+
+
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+
+
+@pytest.mark.parametrize("kind", [_NORMAL, _CONTROL, _USER_DEFINED])
+@pytest.mark.parametrize(
+    "token", ["<end_of_turn>", "<|im_start|>x", "<|eot_id|>", "<|call|>", "<turn|>", "<|tool_response>", "[EOT]"]
+)
+def test_an_end_of_a_turn_is_one_whatever_type_its_file_gives_it(
+    token: str, kind: int, folder: Path, tmp_path: Path
+) -> None:
+    for name, values in (("pieces", sentencepiece()), ("bytes", tokenizer_metadata(folder))):
+        vocabulary = GgufVocabulary(metadata(with_tokens(values, {token: kind})))
+        place = len(values[_TOKENS])
+        is_end = token != "<|im_start|>x"
+        assert (place in vocabulary.end_ids()) is is_end
+        path = tmp_path / f"{name}-{kind}"
+        path.mkdir()
+        (path / "tokenizer.json").write_text(json.dumps(vocabulary.tokenizer()))
+        loaded = TextTokenizer.load(path)
+        if is_end:
+            assert vocabulary.corrected == [token] * (kind != _CONTROL)
+            assert place in loaded.special_ids
+            assert loaded.encode(f"ab{token}c", add_special_tokens=False).count(place) == 1
+
+
+@pytest.mark.parametrize(
+    ("added", "ends"),
+    [
+        ({"<|end|>": _NORMAL}, {"<|end|>"}),
+        ({"<|end|>": _CONTROL, "<|return|>": _CONTROL, "<|call|>": _CONTROL}, {"<|return|>", "<|call|>"}),
+        ({"<|end|>": _CONTROL, "<|calls|>": _CONTROL, "<|flush|>": _CONTROL}, {"<|calls|>", "<|flush|>"}),
+        ({"<|file_sep|>": _USER_DEFINED, "[PAD]": _NORMAL}, {"<|file_sep|>"}),  # the other one is text
+        ({"<start_of_turns>": _CONTROL, "<think>": _USER_DEFINED}, set()),
+    ],
+)
+def test_ends_depend_on_what_else_a_vocabulary_has(added: dict[str, int], ends: set[str]) -> None:
+    vocabulary = GgufVocabulary(metadata(with_tokens(sentencepiece(), added)))
+    assert {vocabulary.tokens[place] for place in vocabulary.end_ids()} == {"</s>"} | ends
+
+
+def test_html_is_no_end_of_a_text() -> None:
+    values = sentencepiece(**{"tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.token_type": None})
+    values["tokenizer.ggml.token_type"] = [2, 3, _USER_DEFINED] + [1] * (len(values[_TOKENS]) - 3)
+    assert GgufVocabulary(metadata(values)).end_ids() == (1,)
+
+
+def test_the_start_of_a_turn_that_is_stored_as_text_is_found_in_prompts() -> None:
+    values = with_tokens(sentencepiece(), {"<end_of_turn>": _NORMAL})
+    start = values[_TOKENS].index("<start_of_turn>")
+    values["tokenizer.ggml.token_type"][start] = _NORMAL
+    assert start in made(values).encode("<start_of_turn>the").ids
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
