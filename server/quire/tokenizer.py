@@ -62,7 +62,7 @@ class Tokenizer:
         if self._prompts is None:
             raise ValueError("this model has no chat template")
         try:
-            text = self._prompts.render(
+            text = self._prompts.chosen(has_tools=bool(tools)).render(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,7 @@ from typing import Annotated, cast
 from fastapi import Query, Request
 
 from quire_engine.config import EnginePlan
-from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
-from quire_engine.plain_files import read_plain_text
+from quire_engine.errors import EngineDead, ModelLoadError
 from quire_engine.quality_store import stored_quality
 from quire_engine.types import AdapterFacts, EnginePort, EngineStats, StepOutput
 from quire_server.engine.adapters import AdapterFiles, ServedAdapters
@@ -37,15 +36,16 @@ from quire_server.http.large_reply import ReplyBudget
 from quire_server.metrics.metric_catalog import ModelEnd, ModelState
 from quire_server.metrics.metrics import Metrics
 from quire_server.metrics.usage import UsageBook
+from quire_server.model_text import read_model_text
 from quire_server.settings import ServerLimits, Settings
 from quire_server.settings.keys import TenantEntry
 from quire_server.text.fault_points import plant
-from quire_server.text.generation_config import GenerationDefaults, generation_config_file, generation_defaults
+from quire_server.text.generation_config import GenerationDefaults
 from quire_server.text.grammar_check import GrammarCheck
-from quire_server.text.parsing.formats import PLAIN, ModelFormats, model_formats
-from quire_server.text.pooling_method import PoolingMethod, pooling_method
+from quire_server.text.parsing.formats import PLAIN, ModelFormats
+from quire_server.text.pooling_method import PoolingMethod
 from quire_server.text.prompt import ChatTemplate
-from quire_server.text.scoring_method import COSINE, ScoringMethod, scoring_method
+from quire_server.text.scoring_method import COSINE, ScoringMethod
 from quire_server.text.text_threads import TextBudget, TextThreads
 from quire_server.text.tokenizer import TextTokenizer
 
@@ -135,6 +135,7 @@ class ServerState:
     scoring: ScoringMethod = COSINE  # how pairs of texts are scored
     tenants: Tenants = field(default_factory=Tenants)
     formats: ModelFormats = PLAIN  # the model's formats of reasoning and tool calls
+    named_formats: Mapping[str, ModelFormats] = field(default_factory=dict)  # of templates other than the usual one
     engine_trouble: Callable[[], str | None] = _engine_serves  # called at each probe: why the engine cannot serve now
     replicas: ReplicaSet | None = None  # None: there is one engine
     adapters: ServedAdapters = field(default_factory=ServedAdapters)  # that requests may name
@@ -223,10 +224,9 @@ class ServerState:
         """The plan of all engines together: their pools, seats and threads."""
         return self.client.plan if self.replicas is None else self.replicas.whole_plan(self.client.plan)
 
-    @property
-    def shows_tools(self) -> bool:
-        """Whether the chat template renders tools; otherwise the prompt describes them in text."""
-        return self.prompts is not None and self.prompts.shows_tools
+    def formats_of(self, template: ChatTemplate | None) -> ModelFormats:
+        """The formats of replies to prompts of that template."""
+        return self.formats if template is None else self.named_formats.get(template.name, self.formats)
 
     def unready_reason(self) -> str | None:
         """A few words for a probe's reply, such as "draining" or "engine restarting"; None when serving."""
@@ -311,22 +311,13 @@ async def build_state(
     """
     credentials = Credentials(settings) if credentials is None else credentials
     usage = usage or UsageBook(settings.model_names[0], file=settings.first_keys.tenants.usage_file)
-    defaults = generation_defaults(settings.generation_config, settings.override_generation_config, settings.model_path)
-    folder = Path(settings.tokenizer or settings.model_path)
-    tokenizer = await asyncio.to_thread(
-        TextTokenizer.load, folder, generation_config_file(settings.generation_config, folder)
-    )
-    source = tokenizer.chat_template if settings.chat_template is None else _template(settings.chat_template)
-    formats = model_formats(settings.tool_call_parser, settings.reasoning_parser, tokenizer, source)
-    scoring, pooling = await _vectors(settings, tokenizer)
-    prompts = await _prompts(settings, tokenizer, source)
+    text = await read_model_text(settings)
     try:
         plan = await starting
-        _check_vocabulary(settings, tokenizer, plan)
+        text.check(settings, plan)
         adapters = await _adapters(settings, engines, read_adapter)
     except BaseException:
-        if prompts is not None:  # otherwise its processes would live as long as the error's traceback
-            prompts.close()
+        text.close()  # otherwise its processes would live as long as the error's traceback
         raise
     tenants = tenants_of(settings, credentials.known.tenants)  # which may have been read again since the start
     metrics = _metrics(settings, engines.whole_plan(plan), tenants, usage)
@@ -341,16 +332,17 @@ async def build_state(
         settings=settings,
         limits=limits or ServerLimits(),
         credentials=credentials,
-        tokenizer=tokenizer,
-        prompts=prompts,
+        tokenizer=text.tokenizer,
+        prompts=text.prompts,
         client=client,
         tenants=tenants,
         metrics=metrics,
         model_names=settings.model_names,
-        formats=formats,
-        defaults=defaults,
-        pooling=pooling,
-        scoring=scoring,
+        formats=text.formats,
+        named_formats=text.named_formats,
+        defaults=text.defaults,
+        pooling=text.pooling,
+        scoring=text.scoring,
         replicas=replicas,
         inspect=engines.inspect,
         control=engines.control,
@@ -421,25 +413,6 @@ def _follow(state: ServerState, catalog: Catalog) -> None:
     engine.on_loaded, engine.on_ended = loaded, ended
 
 
-async def _vectors(settings: Settings, tokenizer: TextTokenizer) -> tuple[ScoringMethod, PoolingMethod]:
-    """How pairs are scored and how rows become a vector. Raises ConfigError, ModelLoadError."""
-    scoring = await asyncio.to_thread(scoring_method, settings.pooling, settings.model_path, tokenizer)
-    pooling = await asyncio.to_thread(pooling_method, settings.pooling, settings.model_path)
-    if scoring.classifier is not None:  # its head belongs to the last token's row
-        pooling = PoolingMethod(name="last")
-    return scoring, pooling
-
-
-async def _prompts(settings: Settings, tokenizer: TextTokenizer, source: str | None) -> ChatTemplate | None:
-    """The chat template; None: there is none. Raises ModelLoadError."""
-    if source is None:
-        return None
-    try:
-        return await asyncio.to_thread(ChatTemplate, source, tokenizer, settings.default_chat_template_kwargs)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"{settings.chat_template or settings.model_path}: {error}") from None
-
-
 def _tell_of_replicas(replicas: ReplicaSet, metrics: Metrics, on_members: Callable[[], None]) -> None:
     replicas.on_members = on_members
     replicas.on_restart = metrics.replica_restarted
@@ -469,22 +442,6 @@ async def _adapters(
         except (BadRequest, NotReady) as error:
             raise ModelLoadError(f"--lora-modules {module.name}: {error.message}") from None
     return adapters
-
-
-def _check_vocabulary(settings: Settings, tokenizer: TextTokenizer, plan: EnginePlan) -> None:
-    if tokenizer.vocab_size > plan.vocab_size:
-        raise ModelLoadError(
-            f"{settings.tokenizer or settings.model_path}: the tokenizer knows {tokenizer.vocab_size} tokens, the"
-            f" model computes {plan.vocab_size}; they do not belong together"
-        )
-
-
-def _template(file: Path) -> str:
-    try:
-        return read_plain_text(file)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(f"--chat-template {file}: cannot be read: {reason}") from None
 
 
 def new_client(

@@ -36,15 +36,24 @@ CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "tempe
 class Model:
     """A model that says `text`, with a template that may show tools."""
 
-    def __init__(self, text: str, template: str = HERMES, tokenizer: TextTokenizer | None = None) -> None:
+    def __init__(
+        self,
+        text: str,
+        template: str = HERMES,
+        tokenizer: TextTokenizer | None = None,
+        variants: dict[str, str] | None = None,
+    ) -> None:
         self.engine = FakeEngine(replies=self.said)
         known = tokenizer or load_tokenizer()
         self._ids = [*known.encode(text, add_special_tokens=False), EOS]
-        self._template = ChatTemplate(template, known)
+        self._template = ChatTemplate(template, known, variants=variants)
         state = make_state(engine=self.engine)
         state.tokenizer = known
         state.prompts = state.text._prompts = self._template
         state.formats = model_formats("auto", "auto", known, template)
+        state.named_formats = {
+            name: model_formats("auto", "auto", known, source) for name, source in (variants or {}).items()
+        }
         self._app = make_app(state)
 
     def said(self, _: GenerationRequest, __: int) -> Sequence[int]:
@@ -309,3 +318,36 @@ async def test_what_follows_a_stop_string_is_no_call():
         assert choice["message"]["tool_calls"] is None
     finally:
         model.close()
+
+
+async def test_requests_with_tools_get_the_template_for_tools_and_its_format_of_calls() -> None:
+    model = Model(f"I see. {CALL}", CHAT_TEMPLATE, variants={"tool_use": "TOOLUSE" + HERMES, "rag": "RAG" + HERMES})
+    message = (await model.whole(tools=TOOLS))["choices"][0]["message"]
+    assert model.prompt.startswith("TOOLUSE")
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather"]
+    message = (await model.whole())["choices"][0]["message"]
+    assert not model.prompt.startswith("TOOLUSE")
+    assert message["content"].endswith("</tool_call>")
+    await model.whole(tools=TOOLS, chat_template="rag")
+    assert model.prompt.startswith("RAG")
+    await model.whole(tools=TOOLS, chat_template="default")
+    assert "You can call functions" in model.prompt  # a template without a place for tools
+    refused = await model.post(chat_template="{{ 1 }}")
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"], error["code"]) == (400, "chat_template", "unsupported_parameter")
+    assert "'default', 'tool_use', 'rag'" in error["message"]
+
+
+async def test_tokens_are_those_of_the_template_for_tools() -> None:
+    state = make_state()
+    state.prompts = state.text._prompts = template = ChatTemplate(
+        CHAT_TEMPLATE, load_tokenizer(), variants={"tool_use": "TOOLUSE"}
+    )
+    body = {"messages": CHAT["messages"], "tools": TOOLS}
+    async with connect(make_app(state)) as client:
+        for more, is_for_tools in (({}, True), ({"chat_template": "default"}, False), ({"tools": None}, False)):
+            reply = await client.post("/tokenize", json=body | more)
+            text = load_tokenizer().decode(reply.json()["tokens"], skip_special_tokens=False)
+            assert (text == "TOOLUSE") is is_for_tools
+        assert (await client.post("/tokenize", json=body | {"chat_template": "x"})).status_code == 400
+    template.close()

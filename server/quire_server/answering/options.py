@@ -18,6 +18,7 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_variables: Mapping[str, object] = field(default_factory=dict)
+    template: str | None = None  # the name of one of the model's templates; None: the one for such a request
     tools: Sequence[Mapping[str, object]] = ()  # as templates expect them: {"type": "function", "function": {...}}
 
 

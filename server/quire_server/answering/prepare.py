@@ -26,16 +26,16 @@ from quire_server.answering.options import (
     GenerationOptions,
     Infill,
     SamplingNumbers,
-    ToolOptions,
 )
 from quire_server.answering.sampling import ModelLimits, resolve_sampling, resolve_stop, with_defaults, with_seed
 from quire_server.errors import BadRequest, Unsupported
 from quire_server.metrics.request_record import CURRENT
 from quire_server.state import ServerState, choose, state_of
 from quire_server.text.infilling import Infilling, Parts
-from quire_server.text.parsing.formats import FORCED
+from quire_server.text.parsing.formats import FORCED, ModelFormats
 from quire_server.text.parsing.reply_parser import ReplyParser
 from quire_server.text.parsing.tool_format import ToolFormat
+from quire_server.text.prompt import ChatTemplate
 from quire_server.text.tokenizer import TextTokenizer
 
 
@@ -54,12 +54,12 @@ def reply_parsing(state: ServerState, options: GenerationOptions, prompt: str) -
     """For a rendered conversation; None where all output is the answer's text."""
     tools = options.tools
     may_call = tools is not None and tools.choice != "none"
-    marks = state.formats.marks
-    formats = state.formats
+    formats = _formats(state, options)
+    marks = formats.marks
     if not may_call and marks is None and not formats.calls.reads_thoughts:
         return None
     is_open = marks is not None and _is_open(options, prompt, marks.start, marks.end)
-    call_format = _call_format(state, tools)
+    call_format = _call_format(state, options)
 
     def new_parser() -> ReplyParser:
         return ReplyParser(
@@ -79,20 +79,36 @@ def reply_parsing(state: ServerState, options: GenerationOptions, prompt: str) -
     )
 
 
-def _call_format(state: ServerState, tools: ToolOptions | None) -> ToolFormat | None:
+def template_of(state: ServerState, options: GenerationOptions) -> ChatTemplate | None:
+    """The chat template of a request; None: it has no conversation, or the model no template. Raises BadRequest."""
+    source = options.prompt.source
+    if state.prompts is None or not isinstance(source, Conversation):
+        return None
+    return state.prompts.chosen(has_tools=bool(source.tools), name=source.template)
+
+
+def _formats(state: ServerState, options: GenerationOptions) -> ModelFormats:
+    """The formats of replies to a request."""
+    return state.formats_of(template_of(state, options))
+
+
+def _call_format(state: ServerState, options: GenerationOptions) -> ToolFormat | None:
     """The format in which calls are parsed; None: none are.
 
     A template without tools has the prompt describe plain JSON calls. A format that reads thoughts too is read in every
     reply.
     """
-    if state.formats.calls.reads_thoughts:
-        return state.formats.calls
-    return reading_format(tools, state.formats.calls if state.shows_tools else FORCED)
+    template = template_of(state, options)
+    calls = state.formats_of(template).calls
+    if calls.reads_thoughts:
+        return calls
+    shows_tools = template is not None and template.shows_tools
+    return reading_format(options.tools, calls if shows_tools else FORCED)
 
 
 def _thoughts(state: ServerState, options: GenerationOptions, prompt: str, *, is_open: bool) -> Thinking | None:
     """The block that may come before a constrained answer; None: the model is not to think."""
-    marks = state.formats.marks
+    marks = _formats(state, options).marks
     if marks is None:
         return None
     is_asked = _asks_to_think(state, options)
@@ -107,13 +123,13 @@ def _asks_to_think(state: ServerState, options: GenerationOptions) -> bool | Non
 
     It is off by word alone, and on only by a variable that the template has.
     """
-    effort, source = options.reasoning.effort, options.prompt.source
+    effort, source, template = options.reasoning.effort, options.prompt.source, template_of(state, options)
     if options.reasoning.max_tokens == 0:
         return False
     wish = None
-    if effort is not None and (effort == "none" or effort_variables(state, effort)):
+    if effort is not None and (effort == "none" or effort_variables(template, effort)):
         wish = effort != "none"
-    known = frozenset() if state.prompts is None else state.prompts.variables
+    known = frozenset() if template is None else template.variables
     own = source.template_variables if isinstance(source, Conversation) else {}
     for variables in (own,) if wish is not None else (state.settings.default_chat_template_kwargs, own):
         for name in _THINKING_SWITCHES:
@@ -134,7 +150,7 @@ def _is_open(options: GenerationOptions, prompt: str, start: str, end: str) -> b
 
 
 def _budget(state: ServerState, options: GenerationOptions, *, is_open: bool) -> ThinkingParams | None:
-    marks, most = state.formats.marks, options.reasoning.max_tokens
+    marks, most = _formats(state, options).marks, options.reasoning.max_tokens
     if marks is None or most is None:
         return None
     return ThinkingParams(
@@ -233,6 +249,7 @@ def notes(
     without_effect: Sequence[str],
     messages: Sequence[Mapping[str, object]] = (),
     variables: Mapping[str, object] = _NONE,
+    template: ChatTemplate | None = None,
 ) -> dict[str, str]:
     """Headers that name the fields without effect, and parts of the conversation that the chat template does not use.
 
@@ -249,8 +266,8 @@ def notes(
             )
         headers["x-quire-ignored"] = listed
         texts.append(f"without effect: {listed}")
-    if state.prompts is not None:
-        found = state.prompts.unnamed(messages, variables)
+    if template is not None:
+        found = template.unnamed(messages, variables)
         texts += [
             f"the chat template does not name the {kind} {_header_list(names)}"
             for kind, names in found.items()
@@ -382,7 +399,7 @@ def _text_options(state: ServerState, options: GenerationOptions, parsing: Reply
         skip_special_tokens=options.reply.skip_special_tokens,
         interval=state.settings.stream_interval if options.reply.stream else 1,
         new_parser=None if parsing is None else parsing.new_parser,
-        counts_thoughts=parsing is not None and state.formats.marks is not None,
+        counts_thoughts=parsing is not None and _formats(state, options).marks is not None,
         shown_ids=frozenset() if parsing is None else parsing.shown_ids,
         # As with OpenAI, a reply to a request that names the function ends with "stop".
         calls_finish=options.tools is None or options.tools.choice != "function",
@@ -494,8 +511,12 @@ async def _render(
         conversation.messages,
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
-        kwargs={**effort_variables(state, options.reasoning.effort), **conversation.template_variables},
+        kwargs={
+            **effort_variables(template_of(state, options), options.reasoning.effort),
+            **conversation.template_variables,
+        },
         tools=conversation.tools,
+        template=conversation.template,
         on_turn=on_turn,
     )
     if text is None:
@@ -520,13 +541,14 @@ def _without_effect(state: ServerState, options: GenerationOptions) -> list[str]
     names = list(options.ignored)
     if options.priority and not _is_by_priority(state):
         names.append("priority")
-    if options.reasoning.effort is not None and not effort_variables(state, options.reasoning.effort):
+    effort, template = options.reasoning.effort, template_of(state, options)
+    if effort is not None and not effort_variables(template, effort):
         names.append(options.reasoning.effort_param)
     if options.tools is not None and any(tool.input_grammar for tool in options.tools.tools):
-        form = _call_format(state, options.tools)
+        form = _call_format(state, options)
         if form is not None and not form.writes_json:
             names.append("tools.format")
-    if options.reasoning.max_tokens is not None and state.formats.marks is None:
+    if options.reasoning.max_tokens is not None and state.formats_of(template).marks is None:
         names.append(options.reasoning.max_tokens_param)
     if options.prediction and state.settings.speculation == "off":
         names.append("prediction")
@@ -539,7 +561,13 @@ def _headers(
     """Headers for fields without effect, unused parts of the conversation, a lowered max_tokens, and the adapter."""
     source = options.prompt.source
     conversation = source if isinstance(source, Conversation) else Conversation(messages=())
-    headers = notes(state, _without_effect(state, options), conversation.messages, conversation.template_variables)
+    headers = notes(
+        state,
+        _without_effect(state, options),
+        conversation.messages,
+        conversation.template_variables,
+        template_of(state, options),
+    )
     if options.stop.max_tokens is not None and max_new_tokens < options.stop.max_tokens:
         headers["x-quire-clamped"] = f"{options.stop.max_tokens_param}={max_new_tokens}"
     return headers | adapter_header(adapter)
@@ -549,9 +577,9 @@ def _is_by_priority(state: ServerState) -> bool:
     return state.client.plan.scheduler.limits.scheduling_policy == "priority"
 
 
-def effort_variables(state: ServerState, effort: str | None) -> dict[str, object]:
+def effort_variables(template: ChatTemplate | None, effort: str | None) -> dict[str, object]:
     """The template's variables for the reasoning effort: `reasoning_effort`, or a switch for thinking."""
-    known = frozenset() if state.prompts is None else state.prompts.variables
+    known = frozenset() if template is None else template.variables
     if effort is None:
         return {}
     if "reasoning_effort" in known:

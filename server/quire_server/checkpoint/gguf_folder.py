@@ -28,7 +28,10 @@ SUFFIX = ".gguf"
 _FOLDER = "~/.cache/quire/gguf"
 _LOCK = "lock"
 # Files that win over what the GGUF file says, where they lie beside it.
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    "additional_chat_templates",
+)
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.IGNORECASE)
 _NOT_MODELS = ("mmproj", "imatrix")  # projectors of images and statistics, beside the models
 _MOST_LISTED = 12
@@ -110,7 +113,7 @@ def unfolded(file: Path, *, tokenizer: bool = True) -> Path:
     model = read_gguf(file)
     check_types(model)
     config = config_of(model)
-    beside = [path for name in TOKENIZER_FILES if (path := file.parent / name).is_file()]
+    beside = [path for name in TOKENIZER_FILES if (path := file.parent / name).exists()]
     written: dict[str, object] = {}
     if not tokenizer or all(path.name != "tokenizer.json" for path in beside):
         beside = []
@@ -165,7 +168,7 @@ def _remove_left(parent: Path) -> None:
 
 
 def _ends_beside(metadata: Metadata) -> list[int]:
-    """The ids that end a text, by a file whose tokenizer is not used; those of the tokenizer that is come beside them."""
+    """The ids that end a text, by a file whose tokenizer is not used; they hold beside those of the one that is."""
     if metadata.has("tokenizer.ggml.tokens"):
         return list(GgufVocabulary(metadata).end_ids())
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")

@@ -14,13 +14,15 @@ from typing import Any
 from quire_engine.gguf import Metadata, shown
 
 _KEY = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"
+DEFAULT_TEMPLATE = "default"  # the name of a template that no other name is for, as in transformers
 _ADVICE = "put the model's tokenizer.json beside the file, or name its folder with --tokenizer"
 _NONE = (1 << 32) - 1  # an id that stands for none
 _MOST_WORK = 1 << 30  # characters compared to find the merges of a vocabulary
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
 _SPACE = "\u2581"
-# Texts of tokens that end a turn or a text, in files that name only one of them. Whatever type a file gives such a token,
-# it is a control token: converters and fine-tuning tools store them as NORMAL or USER_DEFINED by mistake.
+# Texts of tokens that end a turn or a text, in files that name only one of them. Whatever type a file gives them, they
+# are control tokens: converters and fine-tuning tools store them as NORMAL or USER_DEFINED by mistake.
 _ENDS = frozenset(
     [
         "<|eot_id|>",
@@ -155,16 +157,19 @@ class SpecialTokens:
     texts: Mapping[str, str]  # by the names of tokenizer_config.json
     end_ids: tuple[int, ...]  # that end a text
     bos_id: int | None
-    chat_template: str | None
+    chat_templates: Mapping[str, str]  # by their names; the usual one is DEFAULT_TEMPLATE
 
     def config(self, max_length: object) -> dict[str, object]:
         """The file tokenizer_config.json."""
+        templates: object = [{"name": name, "template": text} for name, text in self.chat_templates.items()]
+        if self.chat_templates.keys() == {DEFAULT_TEMPLATE}:
+            templates = self.chat_templates[DEFAULT_TEMPLATE]
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": max_length,
             "clean_up_tokenization_spaces": False,
             **self.texts,
-            **({} if self.chat_template is None else {"chat_template": self.chat_template}),
+            **({"chat_template": templates} if templates else {}),
         }
 
 
@@ -194,13 +199,20 @@ class GgufVocabulary:
     def special(self) -> SpecialTokens:
         """The special tokens, by the keys that name them and by their texts."""
         ids = {name: self._special_id(name) for name in _SPECIAL}
-        template = self._metadata.raw("tokenizer.chat_template")
         return SpecialTokens(
             texts={name: self.tokens[place] for name, place in ids.items() if place is not None},
             end_ids=self.end_ids(),
             bos_id=ids["bos_token"],
-            chat_template=None if template is None else self._metadata.text("tokenizer.chat_template"),
+            chat_templates=self._chat_templates(),
         )
+
+    def _chat_templates(self) -> dict[str, str]:
+        """The templates by their names: the usual one, and those whose keys end with a name."""
+        found = {key.removeprefix(_TEMPLATE + "."): key for key in sorted(self._metadata.keys())}
+        keys = {name: key for name, key in found.items() if name != key}
+        if self._metadata.has(_TEMPLATE):
+            keys = {DEFAULT_TEMPLATE: _TEMPLATE, **keys}
+        return {name: self._metadata.text(key) for name, key in keys.items()}
 
     def end_ids(self) -> tuple[int, ...]:
         """The ids that end a text: those that keys name, then those whose texts say so."""

@@ -24,6 +24,7 @@ from quire_engine.plain_files import read_plain
 from quire_server.checkpoint.gguf_folder import TOKENIZER_FILES, listed, models, of_quantisation, shard_names
 from quire_server.checkpoint.inspect import trouble_of_files
 
+_TEMPLATES = "additional_chat_templates/*.jinja"
 _TEXT = (
     "config.json",
     "generation_config.json",
@@ -31,9 +32,11 @@ _TEXT = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.*",
+    _TEMPLATES,
 )
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-_NOT = ("*/*", "consolidated*")  # other layouts of the same weights
+# Other layouts of the same weights, and what belongs to them.
+_NOT = ("*/*.safetensors", "*/*.json", "*/chat_template.*", "consolidated*")
 _SPARE = 64 << 20  # bytes that a download leaves free
 
 log = logging.getLogger("quire")
@@ -85,7 +88,7 @@ def gguf_file(name: str, tag: str, *, revision: str | None, cache: Path | None) 
         if len(found) != 1:
             several = f"{len(found)} GGUF files have" if found else "no GGUF file has"
             raise ModelLoadError(f"{name}: {several} {tag} in the name; there are {listed(found or models(files))}")
-        wanted = (*shard_names(found[0], files), *TOKENIZER_FILES)
+        wanted = (*shard_names(found[0], files), *TOKENIZER_FILES, _TEMPLATES)
         _announce(files, name, where, wanted)
         return _download(name, revision, cache, wanted) / found[0]
 
@@ -110,7 +113,7 @@ def _download(name: str, revision: str | None, cache: Path | None, wanted: tuple
 
 def _ignored(wanted: tuple[str, ...]) -> list[str]:
     """Files in folders are other layouts of the same weights, unless they are asked for by their names."""
-    return [] if any("/" in each for each in wanted) else list(_NOT)
+    return [] if any("/" in each and each != _TEMPLATES for each in wanted) else list(_NOT)
 
 
 @contextmanager

@@ -48,6 +48,7 @@ class TokenizeRequest(BaseModel):
     return_token_strs: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template: str | None = Field(None, description="the name of one of the model's chat templates")
     chat_template_kwargs: dict[str, JsonValue] = {}
     tools: Annotated[list[dict[str, JsonValue]], Field(max_length=MAX_TOOLS)] | None = None
 
@@ -81,7 +82,10 @@ class DetokenizeResponse(BaseModel):
 @router.post("/tokenize", response_model=TokenizeResponse)
 async def tokenize(body: Annotated[TokenizeRequest, json_body(TokenizeRequest)], request: Request) -> Response:
     state = choose(request, body.model)
-    headers = notes(state, _unknown(body), body.messages or (), body.chat_template_kwargs)
+    template = None
+    if state.prompts is not None:
+        template = state.prompts.chosen(has_tools=bool(body.tools), name=body.chat_template)
+    headers = notes(state, _unknown(body), body.messages or (), body.chat_template_kwargs, template)
     ids = await unless_client_gone(request, _ids(state, body))
     fields = {
         "count": len(ids),
@@ -148,6 +152,7 @@ async def _text(state: ServerState, body: TokenizeRequest) -> str:
         continue_final_message=body.continue_final_message,
         kwargs=body.chat_template_kwargs,
         tools=body.tools or (),
+        template=body.chat_template,
     )
     if text is None:
         raise BadRequest("This model has no chat template; use 'prompt'.", param="messages")

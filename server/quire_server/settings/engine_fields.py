@@ -121,7 +121,9 @@ class EngineFields(BaseModel):
     seed: int | None = option(
         None, "Model", "seed of requests that bring none: the same prompt gets the same answer; default: random"
     )
-    chat_template: Path | None = option(None, "Model", "Jinja file used instead of the model's chat template")
+    chat_template: Path | None = option(
+        None, "Model", "Jinja file used instead of the model's chat template, or the name of one of the model's"
+    )
     default_chat_template_kwargs: JsonObject = option(
         {}, "Model", "variables of the chat template; a request's own win; JSON object"
     )

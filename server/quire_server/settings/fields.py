@@ -102,7 +102,7 @@ class Settings(ServerFields, EngineFields, BaseSettings):
             yield "--learn pauses the one engine of a server; it excludes --engines, --replicas and nodes"
 
     def _wrong_files(self) -> Iterator[str]:
-        if self.chat_template is not None and not is_plain(self.chat_template):
+        if self.chat_template is not None and not is_plain(self.chat_template) and not _is_name(self.chat_template):
             yield f"there is no chat template at {self.chat_template}; set --chat-template to a Jinja file"
         for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
             file = getattr(self, name)
@@ -215,6 +215,11 @@ class Settings(ServerFields, EngineFields, BaseSettings):
             trusts_network=self.kv_trust_network,
             **{name: str(file) for name, file in files.items() if file is not None},
         )
+
+
+def _is_name(template: Path) -> bool:
+    """Whether it may be the name of one of the model's templates, which only the model's files tell."""
+    return len(template.parts) == 1 and not template.suffix
 
 
 def load_settings(flags: Mapping[str, object]) -> Settings:

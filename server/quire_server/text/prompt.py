@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quire_engine.errors import ConfigError, ModelLoadError
 from quire_server.errors import BadRequest, ContextLengthExceeded, NotReady
-from quire_server.text.tokenizer import SPECIAL_NAMES, TextTokenizer
+from quire_server.text.tokenizer import DEFAULT, SPECIAL_NAMES, TOOL_USE, TextTokenizer
 from quire_server.text.worker_process import ProcessDied, WorkerProcess
 
 _SCRIPT = Path(__file__).with_name("template_worker.py")
@@ -48,14 +48,17 @@ class ChatTemplate:
         tokenizer: TextTokenizer,
         default_kwargs: Mapping[str, object] | None = None,
         *,
+        variants: Mapping[str, str] | None = None,
+        name: str = DEFAULT,
         max_chars: int = 2**20,
         time_limit: float = 2.0,
     ) -> None:
-        """`max_chars` bounds the rendered prompt, `time_limit` (seconds) each render.
+        """`variants`: sources of the model's other templates by their names, of which `chosen` chooses.
 
-        Raises ModelLoadError for a source that does not compile, ConfigError for defaults that the template does not
-        use.
+        `max_chars` bounds the rendered prompt, `time_limit` (seconds) each render. Raises ModelLoadError for a source
+        that does not compile, ConfigError for defaults that no template uses.
         """
+        self.name = name
         self.tokenizer = tokenizer
         self._max_chars = max_chars
         self._patience = 2 * time_limit
@@ -63,18 +66,26 @@ class ChatTemplate:
             WorkerProcess(_SCRIPT, {"source": source}, time_limit=time_limit, memory_bytes=_MEMORY_BYTES)
             for _ in range(_NUM_PROCESSES)
         ]
-        self.processes = tuple(processes)
+        self._processes = tuple(processes)
         self._close = weakref.finalize(self, _stop_all, processes)
         self._idle: queue.LifoQueue[WorkerProcess] = queue.LifoQueue()
         for process in processes:
             self._idle.put(process)
-        names, words = _compiled(processes[-1])
+        names, words = _compiled(
+            processes[-1], "the chat template" if name == DEFAULT else f"the chat template {name!r}"
+        )
         self._words = frozenset(words)
         self.variables: frozenset[str] = frozenset(n for n in names if n not in _RESERVED and not n.startswith("_"))
         self.shows_tools = "tools" in names
         self.shows_pairs = {"query", "document"} <= self._words  # whether it makes a prompt of two texts to compare
-        self._defaults = dict(default_kwargs or {})
-        if unknown := self._defaults.keys() - self.variables:
+        given = dict(default_kwargs or {})
+        self._defaults = {key: value for key, value in given.items() if key in self.variables}
+        self._variants = {
+            each: ChatTemplate(text, tokenizer, given, name=each, max_chars=max_chars, time_limit=time_limit)
+            for each, text in (variants or {}).items()
+        }
+        unknown = given.keys() - self.variables.union(*(each.variables for each in self._variants.values()))
+        if unknown and name == DEFAULT:  # a variant need not know what another one does
             raise ConfigError(f"chat template defaults: the template has no variable {_listed(unknown)}")
         self._takes_text, self._takes_parts = self._probe()
         self._takes_objects = not self.shows_tools or "tool_calls" not in self._words or self._shows_objects()
@@ -133,8 +144,34 @@ class ChatTemplate:
             ],
         }
 
+    @property
+    def processes(self) -> tuple[WorkerProcess, ...]:
+        """The processes of this template and its variants."""
+        return (*self._processes, *(process for each in self._variants.values() for process in each.processes))
+
+    def chosen(self, *, has_tools: bool = False, name: str | None = None) -> ChatTemplate:
+        """The template for a request: the one of that name, else the one for tools where it has some, else this one.
+
+        Raises BadRequest for a name that the model has no template of.
+        """
+        if name is None:
+            return self._variants.get(TOOL_USE, self) if has_tools else self
+        if name == self.name:
+            return self
+        if name not in self._variants:
+            known = ", ".join(map(repr, (self.name, *self._variants)))
+            raise BadRequest(
+                f"'chat_template' names one of the model's templates, here {known}; requests cannot bring templates"
+                " of their own.",
+                param="chat_template",
+                code="unsupported_parameter",
+            )
+        return self._variants[name]
+
     def close(self) -> None:
         """End the template processes; also done when the object or the interpreter goes away."""
+        for each in self._variants.values():
+            each.close()
         self._close()
 
     def _run(
@@ -237,15 +274,15 @@ class ChatTemplate:
         return "system" if role == "developer" and role not in self._words else role
 
 
-def _compiled(process: WorkerProcess) -> tuple[list[str], list[str]]:
+def _compiled(process: WorkerProcess, what: str) -> tuple[list[str], list[str]]:
     """Start the process; returns the names that the template reads, and the words in it. Raises ModelLoadError."""
     try:
         reply = process.start()
     except ProcessDied as exc:
-        raise ModelLoadError("the chat template could not be compiled within its limits") from exc
+        raise ModelLoadError(f"{what} could not be compiled within its limits") from exc
     names, words = reply.get("variables"), reply.get("words")
     if not isinstance(names, list) or not isinstance(words, list):
-        raise ModelLoadError(f"the chat template does not compile: {reply.get('message')}")
+        raise ModelLoadError(f"{what} does not compile: {reply.get('message')}")
     return names, words
 
 

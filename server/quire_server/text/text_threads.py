@@ -138,15 +138,16 @@ class TextThreads:
         continue_final_message: bool,
         kwargs: Mapping[str, object],
         tools: Sequence[Mapping[str, object]] = (),
+        template: str | None = None,
         on_turn: Callable[[], None] = lambda: None,
     ) -> str | None:
-        """Like `ChatTemplate.render`; None if the model has no chat template.
+        """Like `ChatTemplate.render`, of the one that `chosen` gives; None if the model has no chat template.
 
         `on_turn` is called before the work begins; an exception that it raises ends the call.
         """
-        prompts = self._prompts
-        if prompts is None:
+        if self._prompts is None:
             return None
+        prompts = self._prompts.chosen(has_tools=bool(tools), name=template)
         size = chars_of(messages)
         is_short = size <= INLINE_CHARS
         held: AbstractContextManager[None] = nullcontext() if is_short else self._budget.hold(size)

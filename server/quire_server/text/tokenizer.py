@@ -15,6 +15,7 @@ from quire_engine.errors import ModelLoadError
 from quire_engine.plain_files import read_plain, read_plain_text
 from quire_server.errors import BadRequest
 
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of chat templates: the usual one, and that of requests with tools
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -42,7 +43,7 @@ class TextTokenizer:
         config: Mapping[str, object],
         special_tokens: Mapping[str, str],
         eos_token_ids: Iterable[int] = (),
-        chat_template: str | None = None,
+        chat_templates: Mapping[str, str] | None = None,
         file: Path | None = None,
     ) -> None:
         tokenizer.no_truncation()  # settings from training, which would corrupt prompts
@@ -55,7 +56,7 @@ class TextTokenizer:
         self.token_bytes: Callable[[int], bytes] = cache(self._spelled_bytes)
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
         self.special_tokens: dict[str, str] = dict(special_tokens)
-        self.chat_template = chat_template
+        self.chat_templates: dict[str, str] = dict(chat_templates or {})  # their sources by name
         self.file = file  # the tokenizer.json it was read from, if any
         self._longest_token = longest_token(tokenizer)
         self.bos_token = self.special_tokens.get("bos_token")
@@ -103,12 +104,17 @@ class TextTokenizer:
                 *_eos_ids(generation_config or path / "generation_config.json"),
                 *_eos_ids(path / "config.json"),
             ],
-            chat_template=_chat_template(path, config),
+            chat_templates=_chat_templates(path, config),
             file=file,
         )
         if loaded.vocab_size == 0:
             raise ModelLoadError(f"{file}: the vocabulary is empty")
         return loaded
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the usual chat template; None: the model has none."""
+        return self.chat_templates.get(DEFAULT)
 
     @property
     def joins_bytes(self) -> bool:
@@ -284,23 +290,27 @@ def _eos_ids(file: Path) -> list[int]:
     return ids
 
 
-def _chat_template(path: Path, config: Mapping[str, object]) -> str | None:
-    """The template's source: its own file, else tokenizer_config.json's; of several the one named "default"."""
-    file = path / "chat_template.jinja"
-    if file.is_file():
+def _chat_templates(path: Path, config: Mapping[str, object]) -> dict[str, str]:
+    """The sources of the chat templates by name: those of tokenizer_config.json, over which files of their own win."""
+    found: dict[str, str] = {}
+    value = config.get("chat_template")
+    named = value if isinstance(value, list) else [] if value is None else [{"name": DEFAULT, "template": value}]
+    for entry in named:
+        name, template = (entry.get(key) if isinstance(entry, dict) else None for key in ("name", "template"))
+        if not isinstance(name, str) or not isinstance(template, str):
+            raise ModelLoadError(
+                f"{path / 'tokenizer_config.json'}: chat_template must be text or a list of named templates"
+            )
+        found[name] = template
+    files = {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
+    if (own := path / "chat_template.jinja").is_file():
+        files[DEFAULT] = own
+    for name, file in files.items():
         try:
-            return read_plain_text(file)
+            found[name] = read_plain_text(file)
         except (OSError, ValueError) as exc:
             raise ModelLoadError(f"{file}: not readable as text: {exc}") from exc
-    value = config.get("chat_template")
-    if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
-    if value is not None and not isinstance(value, str):
-        raise ModelLoadError(
-            f"{path / 'tokenizer_config.json'}: chat_template must be text or a list of named templates"
-        )
-    return value
+    return found
 
 
 _NFC_SHRINKS = 4  # most characters of a text per character of its composed form

@@ -120,6 +120,7 @@ class ChatCompletionRequest(StructuredFields):
     top_logprobs: LogprobCount | None = Field(None, description="needs logprobs")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = Field(None, description="the name of one of the model's chat templates")
     chat_template_kwargs: dict[str, object] | None = Field(None, description="variables of the chat template")
     tools: Tools | None = None
     tool_choice: ToolChoice = None
@@ -171,6 +172,7 @@ class ChatCompletionRequest(StructuredFields):
                 if self.add_generation_prompt is None
                 else self.add_generation_prompt,
                 continue_final_message=continues,
+                template=self.chat_template,
                 template_variables=(self.chat_template_kwargs or {})
                 | ({"documents": self.documents} if self.documents else {}),
                 tools=tuple(tool.for_template() for tool in self._shown_tools(tools)),

@@ -446,6 +446,7 @@ class CountTokensRequest(WireModel):
     thinking: Annotated[Thinking, BeforeValidator(_check_thinking)] | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = Field(None, description="the older name of output_config.format")
+    chat_template: str | None = Field(None, description="the name of one of the model's chat templates")
     chat_template_kwargs: dict[str, object] | None = Field(None, description="variables of the chat template")
     cache_salt: CacheSalt | None = Field(None, description="requests with different salts share no cached prefix")
     cache_ttl: CacheTtl | None = Field(None, description="seconds for which the prompt's cached prefix is kept")
@@ -469,6 +470,7 @@ class CountTokensRequest(WireModel):
                     messages=messages,
                     add_generation_prompt=not continues,
                     continue_final_message=continues,
+                    template=self.chat_template,
                     template_variables=self.chat_template_kwargs or {},
                     tools=[tool.for_template() for tool in shown],
                 ),

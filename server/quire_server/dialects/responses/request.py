@@ -277,6 +277,7 @@ class ResponseRequest(DecodingFields, ServingFields):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto: the beginning of a conversation that is too long is cut off"
     )
+    chat_template: str | None = Field(None, description="the name of one of the model's chat templates")
     chat_template_kwargs: dict[str, object] | None = Field(None, description="variables of the chat template")
 
     max_output_tokens: Annotated[TokenCount, Field(ge=1)] | None = Field(None, description="thoughts included")
@@ -364,6 +365,7 @@ class ResponseRequest(DecodingFields, ServingFields):
             prompt=PromptOptions(
                 source=Conversation(
                     messages=conversation,
+                    template=self.chat_template,
                     template_variables=self.chat_template_kwargs or {},
                     tools=[tool.for_template() for tool in shown],
                 ),

@@ -295,7 +295,20 @@ def test_the_tokens_that_end_a_text(folder: Path) -> None:
     plain = GgufVocabulary(metadata(tokenizer_metadata(folder))).special()
     assert set(plain.end_ids) == {0, 2}  # <|endoftext|> and <|im_end|>
     assert plain.texts == {"eos_token": "<|im_end|>"}
-    assert plain.chat_template is not None
+    assert plain.chat_templates.keys() == {"default"}
+
+
+def test_templates_of_names_are_read_beside_the_usual_one(folder: Path, tmp_path: Path) -> None:
+    named = {"tokenizer.chat_template.tool_use": "tools", "tokenizer.chat_templates": ["tool_use"]}
+    for name, usual in (("both", "usual"), ("one", None)):
+        values = tokenizer_metadata(folder) | named | {"tokenizer.chat_template": usual}
+        vocabulary = GgufVocabulary(metadata({key: value for key, value in values.items() if value is not None}))
+        path = tmp_path / name
+        path.mkdir()
+        (path / "tokenizer.json").write_text(json.dumps(vocabulary.tokenizer()))
+        (path / "tokenizer_config.json").write_text(json.dumps(vocabulary.special().config(512)))
+        found = TextTokenizer.load(path).chat_templates
+        assert found == {"tool_use": "tools"} | ({} if usual is None else {"default": usual})
 
 
 def with_tokens(values: dict[str, Any], added: dict[str, int]) -> dict[str, Any]:

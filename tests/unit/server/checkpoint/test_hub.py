@@ -50,6 +50,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackHub]:
     shutil.copytree(demo_model_path(), good)
     (good / "original").mkdir()
     (good / "original" / "consolidated.safetensors").write_text("another layout")
+    (good / "original" / "params.json").write_text("another layout")
+    (good / "additional_chat_templates").mkdir()
+    (good / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     (good / "pytorch_model.bin").write_text("pickled")
     repositories = {"org/tiny": good, "org/gated": good}
     for name, files in {
@@ -101,8 +104,10 @@ def test_a_model_is_downloaded_once_with_what_is_read(hub: LoopbackHub, tmp_path
     assert folder == tmp_path / "hub" / "models--org--tiny" / "snapshots" / COMMIT
     assert first[1] == ["org/tiny"]
     files = {path.name for path in folder.iterdir()}
-    assert files == {path.name for path in demo_model_path().iterdir()} - {"README.md", "training.json"}
-    for name in files:
+    own = {path.name for path in demo_model_path().iterdir()} - {"README.md", "training.json"}
+    assert files == own | {"additional_chat_templates"}
+    assert (folder / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
+    for name in own:
         assert (folder / name).read_bytes() == (demo_model_path() / name).read_bytes()
     assert "org/tiny: downloading" in said
     assert "%" in said  # the library's bars

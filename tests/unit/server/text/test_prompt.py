@@ -273,4 +273,29 @@ def test_a_template_that_does_not_compile_is_a_load_error(source: str) -> None:
         ChatTemplate(source, TOKENIZER)
 
 
+def test_a_template_of_a_name_is_chosen_for_tools_and_by_its_name(make) -> None:
+    usual = make("usual{{ mood }}", default_kwargs={"mood": "!", "style": "?"}, variants={
+        "tool_use": "tools{{ tools | length }}{{ style }}", "rag": "texts",
+    })  # fmt: skip
+    text = [{"role": "user", "content": "hi"}]
+    for asked, expected in (
+        ({}, "usual!"),
+        ({"has_tools": True}, "tools1?"),
+        ({"has_tools": True, "name": "default"}, "usual!"),
+        ({"name": "tool_use"}, "tools1?"),
+        ({"name": "rag"}, "texts"),
+    ):
+        assert usual.chosen(**asked).render(text, tools=[{"type": "function"}]).startswith(expected)
+    with pytest.raises(BadRequest, match="here 'default', 'tool_use', 'rag'; requests cannot bring") as error:
+        usual.chosen(name="{{ 1 }}")
+    assert error.value.param == "chat_template"
+    assert len(usual.processes) == 6
+    assert make("usual").chosen(has_tools=True).name == "default"
+
+
+def test_a_variant_that_does_not_compile_is_named() -> None:
+    with pytest.raises(ModelLoadError, match="the chat template 'rag' does not compile"):
+        ChatTemplate("x", TOKENIZER, variants={"rag": "{% for %}"})
+
+
 # Limits

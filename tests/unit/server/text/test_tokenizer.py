@@ -130,20 +130,42 @@ def test_malformed_end_of_text_ids_name_the_file(tmp_path: Path, value: object) 
         TextTokenizer.load(folder)
 
 
+_NAMED = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+
+
 @pytest.mark.parametrize(
-    ("config", "file", "expected"),
+    ("template", "files", "expected"),
     [
-        ({}, None, None),
-        ({"chat_template": "one"}, None, "one"),
-        ({"chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]}, None, "d"),
-        ({"chat_template": "one"}, "two", "two"),
+        (None, {}, {}),
+        ("one", {}, {"default": "one"}),
+        (_NAMED, {}, {"default": "d", "tool_use": "t"}),
+        ("one", {"chat_template.jinja": "two"}, {"default": "two"}),
+        ("one", {"additional_chat_templates/tool_use.jinja": "t"}, {"default": "one", "tool_use": "t"}),
+        (
+            _NAMED,
+            {"chat_template.jinja": "two", "additional_chat_templates/rag.jinja": "r"},
+            {"default": "two", "tool_use": "t", "rag": "r"},
+        ),
     ],
 )
-def test_chat_template_sources(tmp_path: Path, config: dict[str, object], file: str | None, expected: str) -> None:
+def test_chat_template_sources(
+    tmp_path: Path, template: object, files: dict[str, str], expected: dict[str, str]
+) -> None:
+    config = {} if template is None else {"chat_template": template}
     folder = sample_tokenizers.save(sample_tokenizers.byte_level(), tmp_path, **config)
-    if file is not None:
-        (folder / "chat_template.jinja").write_text(file)
-    assert TextTokenizer.load(folder).chat_template == expected
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    loaded = TextTokenizer.load(folder)
+    assert loaded.chat_templates == expected
+    assert loaded.chat_template == expected.get("default")
+
+
+@pytest.mark.parametrize("template", [7, [{"name": "default"}], ["one"], [{"name": 1, "template": "x"}]])
+def test_chat_templates_that_are_no_texts_name_the_file(tmp_path: Path, template: object) -> None:
+    folder = sample_tokenizers.save(sample_tokenizers.byte_level(), tmp_path, chat_template=template)
+    with pytest.raises(ModelLoadError, match=r"tokenizer_config\.json: chat_template must be text or a list of named"):
+        TextTokenizer.load(folder)
 
 
 def test_a_missing_tokenizer_names_the_file(tmp_path: Path) -> None:
