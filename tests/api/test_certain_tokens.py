@@ -58,7 +58,8 @@ async def test_chats_name_certain_tokens(stream: bool) -> None:
                 else reply.json()["choices"]
             )
             first = next(choice["logprobs"]["content"][0] for choice in choices if choice["logprobs"])
-            assert [each["token"] for each in first["top_logprobs"]] == ["A"]
+            assert [each["token"] for each in first["top_logprobs"]] == [first["token"], "A"]
+            assert first["top_logprobs"][0]["logprob"] == first["logprob"]
             assert first["top_logprobs"][-1]["logprob"] == -9.0 - 65 / 8
 
 
@@ -66,5 +67,7 @@ async def test_named_tokens_come_in_their_order_however_likely() -> None:
     async with connect(make_app()) as client:
         body = CHAT | {"logprobs": True, "top_logprobs": 2, "logprob_token_ids": [ord("U"), 65]}
         first = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["logprobs"]["content"][0]
-    assert [each["token"] for each in first["top_logprobs"]] == ["U", "A"]
-    assert [each["logprob"] for each in first["top_logprobs"]] == [-9.0 - ord("U") / 8, -9.0 - 65 / 8]
+    own, *named = first["top_logprobs"]
+    assert own == {name: first[name] for name in ("token", "logprob", "bytes")}
+    assert [each["token"] for each in named] == ["U", "A"]
+    assert [each["logprob"] for each in named] == [-9.0 - ord("U") / 8, -9.0 - 65 / 8]

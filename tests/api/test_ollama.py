@@ -59,6 +59,17 @@ async def test_a_chat_and_its_stream_agree() -> None:
         assert last["model"] == "fake"
 
 
+async def test_durations_of_a_whole_reply_are_those_of_its_stream() -> None:
+    step = 0.01
+    body = {"model": "fake", "prompt": "hi", "options": EIGHT}
+    async with connect(make_app(engine=FakeEngine(step_seconds=step))) as client:
+        whole = (await client.post("/api/generate", json={**body, "stream": False})).json()
+        last = lines_of(await client.post("/api/generate", json=body))[-1]
+    for reply in (whole, last):
+        assert reply["eval_duration"] >= 6.5e9 * step, "seven of the eight tokens come after the first"
+        assert reply["total_duration"] >= reply["prompt_eval_duration"] + reply["eval_duration"]
+
+
 async def test_a_prompt_goes_through_the_template_unless_it_is_raw() -> None:
     engine = FakeEngine()
     tokenizer = load_tokenizer()

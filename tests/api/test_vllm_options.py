@@ -77,10 +77,13 @@ async def test_documents_that_the_template_does_not_show_are_named() -> None:
 async def test_the_operator_may_have_usage_in_every_stream(path: str, fields: dict[str, Any], asked: object) -> None:
     fields = fields | {"stream": True, "stream_options": asked}
     for forced in (False, True):
-        last = parse_events((await post(path, fields, enable_force_include_usage=forced)).text)[-1]
+        *chunks, last = parse_events((await post(path, fields, enable_force_include_usage=forced)).text)
         is_told = forced or asked == {"include_usage": True}
         assert ("usage" in last, not last["choices"]) == (is_told, is_told)
         assert not is_told or last["usage"]["completion_tokens"] == 4
+        assert ["usage" in chunk for chunk in chunks] == [forced] * len(chunks)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if forced]
+        assert counts == sorted(counts)
 
 
 async def test_the_operator_may_allow_more_alternatives() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -29,6 +30,8 @@ CALLS = [
     '{"type": "function", "name": "get_time"}',
     '{"name": "get_time", "parameters": {"a": [tru}',
     '{"name": "get_time", "parameters": null}',
+    "<function=get_weather>\n<parameter=city>\nuse </parameter> tag\n</parameter>\n</function>",
+    "get_weather\n<arg_key>city</arg_key>\n<arg_value>use </arg_value> tag</arg_value>",
     '<function=get_weather>\n<parameter=city>\nPar"is\n\n</parameter>\n<parameter=days>3</parameter>\n</function>',
     'get_weather[ARGS]{"city": "Paris"}',
     'get_time[CALL_ID]abc{"a": 1}',
@@ -177,6 +180,33 @@ def test_what_is_written_is_read_back(
 def test_texts_of_single_arguments_are_read_back(
     form: str, name: str, values: dict[str, str], places: list[int]
 ) -> None:
+    check_single_arguments(form, name, values, places)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if (style := tool_format(form).parameters) and style.after])
+@thorough
+@given(data=st.data(), places=places)
+def test_values_keep_tags_that_do_not_end_them(form: str, data: st.DataObject, places: list[int]) -> None:
+    """A value is any text, without the tag that ends it before one that may follow it."""
+    style, markers = tool_format(form).parameters, tool_format(form).markers
+    assert style is not None
+    end, after = style.after.strip(), re.compile(rf"\s*({re.escape(style.before)}|{end_of_call(form)}|$)")
+    fragments = st.sampled_from([end, style.after, style.before, "\n", " ", "a", "<", "</", *markers])
+    value = st.lists(fragments, max_size=8).map("".join)
+    is_value = value.filter(
+        lambda text: not any(after.match(text, at.end()) for at in re.finditer(re.escape(end), text))
+    )
+    check_single_arguments(form, "f", data.draw(st.dictionaries(names, is_value, max_size=3)), places)
+
+
+def end_of_call(form: str) -> str:
+    """A pattern of the tags that may follow a call's last argument."""
+    own = tool_format(form)
+    return "|".join(re.escape(tag.strip()) for tag in (own.after_call, own.end, own.markers[1]) if tag.strip())
+
+
+def check_single_arguments(form: str, name: str, values: Mapping[str, str], places: list[int]) -> None:
+    """A call with these arguments, written in the format, is read back from any pieces."""
     tools = {name: {"properties": {key: {"type": "string"} for key in values}}}
     text = written(tool_format(form), [(name, json.dumps(values))])
     parsed = parse(cut(text, places), form, tools=tools)

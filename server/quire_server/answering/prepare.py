@@ -330,7 +330,7 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
     limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs, defaults.most_tokens)
     options = with_defaults(options, defaults.sampling, defaults.max_tokens)
     if state.settings.enable_force_include_usage:
-        options = replace(options, reply=replace(options.reply, usage_at_end=True))
+        options = replace(options, reply=replace(options.reply, usage_at_end=True, usage_always=True))
     source, parsing = options.prompt.source, None
     if isinstance(source, Conversation):
         rendered = await _render(state, source, options, on_turn=lambda: _refuse_if_full(state))

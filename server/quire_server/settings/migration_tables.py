@@ -213,7 +213,7 @@ SGLANG = Server(
         setting_row("--disable-radix-cache", "enable_prefix_caching", "", switched("enable_prefix_caching", on=False)),
         setting_row("--disable-overlap-schedule", "async_scheduling", "", lambda _: ("--async-scheduling", "off")),
         setting_row("--stream-interval", "stream_interval"),
-        setting_row("--stream-response-default-include-usage", "enable_force_include_usage", "", switched("enable_force_include_usage")),
+        setting_row("--stream-response-default-include-usage", "enable_force_include_usage", "in every chunk too", switched("enable_force_include_usage")),
         setting_row("--enable-deterministic-inference", "deterministic", "on a CPU it is always so", switched("deterministic")),
         setting_row("--tp-size --tensor-parallel-size --tp", "tensor_parallel_size", "each is a process", _first_of_two),
         setting_row("--dp-size --data-parallel-size --dp", "replicas", "", lambda v: () if v[:1] == ["1"] else ("--replicas", *v)),

@@ -103,7 +103,7 @@ class ServerFields(BaseModel):
 
     # -- Streaming
     stream_interval: Positive = option(1, "Streaming", "tokens per streamed chunk; the first comes at once", "tokens")
-    enable_force_include_usage: bool = option(False, "Streaming", "every stream ends with its usage, asked for or not")
+    enable_force_include_usage: bool = option(False, "Streaming", "usage in every chunk of a stream, asked for or not")
     sse_keep_alive_interval: Seconds = option(
         15.0, "Streaming", "a silent stream gets a comment line this often; 0 is never", "s"
     )

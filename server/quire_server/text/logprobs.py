@@ -54,12 +54,13 @@ class LogprobFormat:
         return f"token_id:{token_id}" if self._names_are_ids else self._tokenizer.token_text(token_id)
 
     def chat(self, positions: Sequence[TokenLogprobs], num_top: int) -> ChatContent:
-        """Each token with exactly the `num_top` most likely ones, then others that were requested by id."""
+        """Each token with exactly the `num_top` most likely ones; if others were requested, with itself and those."""
         content: list[ChatToken] = []
         for position in positions:
-            chosen = self._chat_top(position.token_id, position.logprob)
-            top = [self._chat_top(token_id, logprob) for token_id, logprob in _alternatives(position, num_top).items()]
-            content.append({**chosen, "top_logprobs": top})
+            own = {position.token_id: position.logprob} if position.asked_ids else {}
+            listed = own | _alternatives(position, num_top)
+            top = [self._chat_top(token_id, logprob) for token_id, logprob in listed.items()]
+            content.append({**self._chat_top(position.token_id, position.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
     def completion(

@@ -35,8 +35,7 @@ class OllamaRenderer:
         self._generation = generation
         self._num_logprobs = job.options.reply.num_logprobs
         self._format = LogprobFormat(tokenizer, names_are_ids=False)
-        self._began = time.monotonic_ns()
-        self._first: int | None = None  # when the first token came
+        self._began = time.monotonic()
         self._calls: list[CallDelta] = []  # pieces of all calls
         self._num_calls = 0  # in lines so far
 
@@ -44,7 +43,6 @@ class OllamaRenderer:
         """A line for each delta with content, and the last one."""
         lines = b""
         for delta in deltas:
-            self._see(delta)
             self._calls += delta.calls
             is_last = delta.finish_reason is not None
             calls = self._whole_calls(is_last=is_last)
@@ -57,7 +55,6 @@ class OllamaRenderer:
     def body(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         """The whole reply."""
         (delta,) = deltas
-        self._see(delta)
         self._calls = delta.calls
         calls = self._whole_calls(is_last=True)
         return _encode(self._part(delta.text, delta.reasoning, calls, delta) | self._ending(delta))
@@ -82,22 +79,20 @@ class OllamaRenderer:
         """The fields of the end. Raises NotReady for an aborted choice: a part must not look like the whole."""
         if delta.finish_reason == "abort":
             raise NotReady("The server was stopped before the answer was complete.")
-        usage, now = self._generation.usage, time.monotonic_ns()
-        first = now if self._first is None else self._first
+        usage, (record,) = self._generation.usage, self._generation.summaries()
+        first = record.ended if record.first is None else record.first
+        before = first - self._began
+        prefill = before if record.prefill_seconds is None else min(record.prefill_seconds, before)
         return {
             "done": True,
             "done_reason": "length" if delta.finish_reason == "length" else "stop",
-            "total_duration": now - self._began,
+            "total_duration": _nanoseconds(time.monotonic() - self._began),
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,
-            "prompt_eval_duration": first - self._began,
+            "prompt_eval_duration": _nanoseconds(prefill),
             "eval_count": usage.completion_tokens,
-            "eval_duration": now - first,
+            "eval_duration": _nanoseconds(record.ended - first),
         }
-
-    def _see(self, delta: ChoiceDelta) -> None:
-        if self._first is None and delta.token_ids:
-            self._first = time.monotonic_ns()
 
     def _whole_calls(self, *, is_last: bool) -> list[CallDelta]:
         """The calls that are complete and were in no line yet: all but the one that is being written."""
@@ -136,6 +131,10 @@ def loaded(model: str, reason: str, *, is_chat: bool) -> dict[str, Any]:
 def now_text() -> str:
     """The time, as Ollama writes it."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(1e9 * max(seconds, 0.0))
 
 
 def _line(fields: object) -> bytes:

@@ -26,6 +26,11 @@ class Markers:
         self._firsts = re.compile("|".join({re.escape(text[0]) for text in texts}))
         self._longest = max(map(len, texts))
 
+    def may_begin(self, text: str, start: int) -> bool:
+        """Whether `text` ends, from `start` on, within a marker."""
+        rest = text[start : start + self._longest]
+        return any(marker.startswith(rest) for marker in self._texts)
+
     def settled(self, text: str, start: int) -> int:
         """The index in `text` before which no marker can begin, whatever follows; none is complete from `start` on."""
         for first in self._firsts.finditer(text, max(start, len(text) - self._longest + 1)):
@@ -98,6 +103,17 @@ class Source:
                 return True
             if self._ended or not text.startswith(here):
                 return False
+            yield
+
+    def precedes(self, markers: Markers) -> Steps[bool]:
+        """Whether one of the markers, or the end of the text, comes next; consumes nothing."""
+        while True:
+            if markers.pattern.match(self._text, self._at) is not None:
+                return True
+            if not markers.may_begin(self._text, self._at):
+                return False
+            if self._ended:
+                return True  # the text was cut off within a marker, or before it
             yield
 
     def closing(self, texts: Sequence[str], show: Show) -> Steps[None]:

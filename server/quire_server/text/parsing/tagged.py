@@ -1,6 +1,7 @@
 """Calls with a tag for each argument, in the tags of Qwen3-Coder, GLM, MiniMax, DeepSeek V3.2 and others.
 
-Promises: values become JSON by their tool's schema; strings are passed on as they come.
+Promises: values become JSON by their tool's schema; strings are passed on as they come. The tag that ends a value
+counts where another parameter, the call's end or the text's end follows; elsewhere it is a part of the value.
 """
 
 from __future__ import annotations
@@ -95,16 +96,24 @@ def _read_value(source: Source, show: Show, kinds: set[str], tags: _Tags) -> Ste
     """Whether the value is complete."""
     if kinds == {"string"}:
         text = _StringText(show, pads=tags.pads)
-        found = yield from source.until(tags.end_value, text.push)
-        if found:
+        if is_whole := (yield from _show_value(source, text.push, tags)):
             show('"')
-        return found != ""
+        return is_whole
     pieces: list[str] = []
-    found = yield from source.until(tags.end_value, pieces.append)
-    if found:
+    if is_whole := (yield from _show_value(source, pieces.append, tags)):
         value = "".join(pieces)
         show(_as_json(value.removeprefix("\n").removesuffix("\n") if tags.pads else value, kinds))
-    return found != ""
+    return is_whole
+
+
+def _show_value(source: Source, show: Show, tags: _Tags) -> Steps[bool]:
+    """Show the text up to the tag that ends the value, and consume that; False where the text ends before it."""
+    while (yield from source.until(tags.end_value, show)):
+        space = yield from source.space()
+        if (yield from source.precedes(tags.next)):
+            return True
+        show(tags.end_parameter + space)
+    return False
 
 
 class _StringText:

@@ -92,7 +92,7 @@ def test_tokens_that_were_asked_for_come_last_and_once() -> None:
     )  # fmt: skip
     [entry] = names().chat([asked], 1)["content"]
     assert [(each["token"], each["logprob"]) for each in entry["top_logprobs"]] == [
-        ("b", -0.5), ("d", LEAST), ("a", -3.0),
+        ("a", -3.0), ("b", -0.5), ("d", LEAST),
     ]  # fmt: skip
     [top] = names().completion([asked], (), [0], 1)["top_logprobs"]
     assert top == {"a": -3.0, "b": -0.5, "d": LEAST}

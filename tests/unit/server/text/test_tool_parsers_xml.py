@@ -90,3 +90,27 @@ def test_tags_that_are_missing(text: str, content: str, calls: tuple[tuple[str, 
     whole = parse([text], "qwen3_coder")
     assert (whole.content, whole.calls) == (content, calls)
     check_cuts("qwen3_coder", text, whole)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=x>\n{}\n</parameter>\n</function>\n</tool_call>"),
+        ("glm45", "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
+    ],
+)
+@pytest.mark.parametrize("value", ["use {} tag", "{}", "{}{}", "a\n{}\nb", "{} <parameter", "[1, {}"])
+@pytest.mark.parametrize("kind", ["string", "array"])
+def test_the_end_tag_within_a_value_is_text(form: str, text: str, value: str, kind: str) -> None:
+    value = value.replace("{}", "</parameter>" if form == "qwen3_coder" else "</arg_value>")
+    text = text.replace("{}", value)
+    whole = parse([text], form, tools={"f": {"properties": {"x": {"type": kind}}}})
+    ((name, arguments),) = whole.calls
+    assert (name, json.loads(arguments), whole.content, whole.error) == ("f", {"x": value}, "", None)
+    assert parse(list(text), form, tools={"f": {"properties": {"x": {"type": kind}}}}) == whole
+
+
+def test_a_value_that_is_cut_off_after_its_end_tag_is_whole() -> None:
+    for rest in ("", "\n", "\n</fun"):
+        text = f"<tool_call>\n<function=f>\n<parameter=x>\n3\n</parameter>{rest}"
+        assert parse(list(text), "qwen3_coder").calls == (("f", '{"x": 3'),)
