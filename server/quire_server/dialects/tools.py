@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from quire_server.answering.options import Tool, ToolOptions
 from quire_server.dialects.common import WireModel
 from quire_server.errors import BadRequest, Unsupported
+from quire_server.text.parsing.parsed_reply import read_json
 
 MAX_TOOLS = 128
 MAX_TOOL_NAME = 64
@@ -53,13 +54,13 @@ class ToolDefinition(WireModel):
         )
 
 
-def arguments_object(text: str) -> dict[str, Any]:
-    """A call's arguments as an object; empty where the model was cut off or has not written one."""
+def arguments_object(text: str) -> msgspec.Raw | dict[str, object]:
+    """A call's arguments as an object for a reply, as the model spelled it; empty where it has not written a whole one."""
     try:
-        value = msgspec.json.decode(text.encode())
-    except (msgspec.DecodeError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        is_object = isinstance(read_json(text), dict)
+    except ValueError:
+        is_object = False
+    return msgspec.Raw(text.encode()) if is_object else {}
 
 
 def template_tool(name: str, description: str | None, parameters: Mapping[str, object]) -> dict[str, object]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from quire_engine.errors import ConfigError, ModelLoadError
 from quire_server.errors import BadRequest, ContextLengthExceeded, NotReady
+from quire_server.text import spelled_json
 from quire_server.text.tokenizer import DEFAULT, SPECIAL_NAMES, TOOL_USE, TextTokenizer
 from quire_server.text.worker_process import ProcessDied, WorkerProcess
 
@@ -102,8 +103,9 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text. `kwargs` that the template does not use have no effect; see `unnamed`.
 
-        With `continue_final_message` the text ends with the last message's content, and its turn stays open. If the
-        template has no tools, a system message describes them.
+        With `continue_final_message` the text ends with the last message's content, and its turn stays open; its calls
+        would come after that, so a message with calls is refused. If the template has no tools, a system message
+        describes them.
 
         Raises BadRequest for input that the template refuses, fails on, or cannot render within its limits.
         """
@@ -112,6 +114,11 @@ class ChatTemplate:
         if add_generation_prompt and continue_final_message:
             raise BadRequest(
                 "continue_final_message and add_generation_prompt cannot both be true.", param="continue_final_message"
+            )
+        if continue_final_message and any(messages[-1].get(name) for name in _OPTIONAL_FIELDS):
+            raise BadRequest(
+                "continue_final_message: the last message calls tools; the next message must have their results.",
+                param="continue_final_message",
             )
         if reserved := [name for name in kwargs or {} if name in _RESERVED or name.startswith("_")]:
             raise BadRequest(f"'chat_template_kwargs' cannot set {_listed(reserved)}.", param="chat_template_kwargs")
@@ -190,7 +197,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            line = json.dumps({"variables": variables, "max_chars": self._max_chars})
+            line = spelled_json.write({"variables": variables, "max_chars": self._max_chars}, ensure_ascii=True)
         except (TypeError, ValueError, RecursionError) as exc:
             raise BadRequest("The messages are nested too deeply or hold values that are not JSON.") from exc
         try:
@@ -260,14 +267,24 @@ class ChatTemplate:
         calls = message.get("tool_calls")
         if not calls:  # some templates ask only whether the field is there
             plain.pop("tool_calls", None)
-        elif isinstance(calls, list) and self._takes_objects:
-            plain["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+        elif isinstance(calls, list):
+            plain["tool_calls"] = [self._with_arguments(call) for call in calls]
         if self._has_channels and reasoning is not None:
             content = plain["content"]
             if calls and content and isinstance(content, str):  # the template has room for one text before a call
                 plain["content"], reasoning = "", f"{reasoning}\n{content}"
             plain["thinking"] = reasoning
         return plain
+
+    def _with_arguments(self, call: object) -> object:
+        """The call with its arguments as an object: clients send JSON text, and most templates expect the object."""
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(call, dict) or not isinstance(function, dict):
+            return call
+        arguments = _parsed(function.get("arguments"))
+        if not isinstance(arguments, dict) or (arguments and not self._takes_objects):
+            return call
+        return {**call, "function": {**function, "arguments": arguments if self._takes_objects else "{}"}}
 
     def _role(self, message: Mapping[str, object]) -> object:
         role = message.get("role")
@@ -312,19 +329,6 @@ def _texts(content: object, index: int) -> str | list[str]:
             raise BadRequest(f"{where} has a part that is not text; this model reads text only.", param=where)
         texts.append(text)
     return texts
-
-
-def _with_parsed_arguments(call: object) -> object:
-    """Parse a call's arguments: clients send JSON text, and templates expect the object."""
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(arguments, str):
-        return call
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": parsed}} if isinstance(parsed, dict) else call
 
 
 def _append_mark(message: dict[str, object], mark: str) -> None:
@@ -418,7 +422,7 @@ def _as_text(message: Mapping[str, object], names: dict[object, object]) -> Mapp
             written.append({"name": function.get("name"), "arguments": _parsed(function.get("arguments"))})
         content = message.get("content")
         before = f"{content}\n" if isinstance(content, str) and content else ""
-        shown = json.dumps(written[0] if len(written) == 1 else written, ensure_ascii=False)
+        shown = spelled_json.write(written[0] if len(written) == 1 else written)
         return {"role": message.get("role"), "content": before + shown}
     if message.get("role") in ("tool", "function"):
         name = message.get("name") or names.get(message.get("tool_call_id")) or "the function"
@@ -427,12 +431,14 @@ def _as_text(message: Mapping[str, object], names: dict[object, object]) -> Mapp
 
 
 def _parsed(arguments: object) -> object:
+    """A call's arguments as an object; text that is no JSON as it is. None, and nothing written, are no arguments."""
     if not isinstance(arguments, str):
-        return arguments
+        return {} if arguments is None else arguments
     try:
-        return json.loads(arguments)
+        parsed = spelled_json.read(arguments) if arguments.strip() else None
     except (ValueError, RecursionError):
         return arguments
+    return {} if parsed is None else parsed
 
 
 def _text(content: object) -> str:

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from datetime import datetime
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 import jinja2
 import jinja2.ext
@@ -21,6 +21,8 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+
+from quire_server.text import spelled_json
 
 
 class _Raised(jinja2.TemplateError):
@@ -60,7 +62,9 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Plain JSON: jinja2's own filter escapes HTML characters, which models were not trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return spelled_json.write(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: object) -> NoReturn:
@@ -122,7 +126,7 @@ def main(seconds: float, memory_bytes: int) -> None:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         reply: dict[str, object]
         try:
-            request = json.loads(line)
+            request = cast(dict[str, Any], spelled_json.read(line))
             if template is None:
                 template, names, words = compile_source(request["source"])
                 reply = {"variables": names, "words": words}

@@ -139,6 +139,49 @@ def test_a_calls_arguments_come_as_the_template_can_show_them(make, arguments: s
     assert template.render([with_calls()]) == shown
 
 
+SHOWN_CALLS = (
+    "{% if tools %}{% endif %}{% for m in messages %}{% for call in m.tool_calls or [] %}"
+    "{{ SHOWN }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("shown", ["call.function.arguments | tojson", "'' + call.function.arguments"])
+@pytest.mark.parametrize("arguments", ["", " \n", None, "null", "{}"])
+def test_no_arguments_are_an_empty_object(make, shown: str, arguments: str | None) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    assert make(SHOWN_CALLS.replace("SHOWN", shown)).render([with_calls(tool_calls=[call])]) == "{}"
+    described = make(CHATML).render([with_calls(tool_calls=[call])], tools=[{"function": {"name": "f"}}])
+    assert '{"name": "f", "arguments": {}}' in described
+
+
+def test_numbers_of_arguments_keep_their_spelling(make) -> None:
+    text = '{"a": 1e400, "b": [1.10, -0, {"c": 12345678901234567890}]}'
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": text}}
+    message = with_calls(tool_calls=[call])
+    for shown in ("call.function.arguments | tojson", "'' + call.function.arguments"):
+        assert make(SHOWN_CALLS.replace("SHOWN", shown)).render([message]) == text
+    described = make(CHATML).render([message], tools=[{"function": {"name": "f"}}])
+    assert f'{{"name": "f", "arguments": {text}}}' in described
+    sums = make(SHOWN_CALLS.replace("SHOWN", "(call.function.arguments.b[0] + 1) ~ call.function.arguments.b[0]"))
+    assert sums.render([message]) == "2.11.10"
+
+
+@pytest.mark.parametrize("text", ["[1.10]", '{"a": 1', "x"])
+def test_arguments_that_are_no_object_are_the_text_that_came(make, text: str) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": text}}
+    assert make(SHOWN_CALLS.replace("SHOWN", "call.function.arguments")).render([with_calls(tool_calls=[call])]) == text
+
+
+@pytest.mark.parametrize("name", ["tool_calls", "function_call"])
+def test_a_message_with_calls_cannot_be_continued(make, name: str) -> None:
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": "x", name: [call] if name == "tool_calls" else call["function"]}
+    for source in (CHATML, TOOLS):
+        with pytest.raises(BadRequest, match="the last message calls tools") as error:
+            make(source).render([message], add_generation_prompt=False, continue_final_message=True)
+        assert error.value.param == "continue_final_message"
+
+
 @pytest.mark.parametrize("calls", [None, []])
 def test_no_calls_are_no_field(make, calls: object) -> None:
     template = make("{% for m in messages %}{{ 'tool_calls' in m }}{% endfor %}")
