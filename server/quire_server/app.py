@@ -9,8 +9,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, partial
+from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -46,6 +48,7 @@ from quire_server.http.body_limits import BodyLimits
 from quire_server.http.door import Door
 from quire_server.http.envelopes import error_reply
 from quire_server.http.guard import PUBLIC_PATHS, Reply
+from quire_server.http.head import HeadAsGet
 from quire_server.http.memory import MemoryReturn
 from quire_server.http.overload import OpenRequests, RefuseWhenFull, Underway
 from quire_server.learning.watch import Watch
@@ -216,6 +219,8 @@ def _handle_errors(app: FastAPI) -> None:
         api_error = _api_error(error, request.scope["path"].removeprefix(request.scope["root_path"]))
         if isinstance(api_error, MethodNotAllowed):
             api_error.headers["Allow"] = _methods_of(request) or api_error.headers.get("Allow", "")
+        if isinstance(api_error, RouteNotFound) and (target := _without_slash(request)):
+            return Response(status_code=HTTPStatus.TEMPORARY_REDIRECT, headers={"Location": target})
         return error_reply(api_error, request.scope)
 
     for kind in (ApiError, RequestValidationError, HTTPException, ClientDisconnect):
@@ -239,9 +244,28 @@ def _api_error(error: Exception, path: str) -> ApiError:
 
 def _methods_of(request: Request) -> str:
     """The methods of the path: the framework reports only those of the first route with it."""
-    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, Route)]
-    methods = [route.methods or () for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    return ", ".join(sorted({method for each in methods for method in each}))
+    methods = {method for route in _routes_of(request.scope) for method in route.methods or ()}
+    return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
+
+
+def _routes_of(scope: Scope) -> list[Route]:
+    """The routes of the path, whatever their methods."""
+    routes = (route for router in ROUTERS for route in router.routes if isinstance(route, Route))
+    return [route for route in routes if route.matches(scope)[0] is not Match.NONE]
+
+
+def _without_slash(request: Request) -> str | None:
+    """The address of the route that a path with a slash too many at its end means; None: it means none.
+
+    It is relative to the request's own, so that it holds behind proxies, and names no host of the client's choice.
+    """
+    path: str = request.scope["path"]
+    bare = path.rstrip("/")
+    if bare == path or not _routes_of({**request.scope, "path": bare}):
+        return None
+    name = quote(bare.rpartition("/")[2])
+    query = request.scope["query_string"].decode("latin-1")
+    return "../" * (len(path) - len(bare)) + name + (f"?{query}" if query else "")
 
 
 def _document(app: FastAPI, settings: Settings, bodies: BodyLimits) -> None:
@@ -278,7 +302,8 @@ def _guard(app: FastAPI, state: ServerState, bodies: BodyLimits, collectors: Col
         refusal=partial(_refusal, state),
         on_reply=tell,
     )
-    # The innermost: keys and hosts are checked first.
+    app.add_middleware(HeadAsGet)  # the innermost: outside of it the method is the client's
+    # Then this: keys and hosts are checked first.
     app.add_middleware(
         RefuseWhenFull, refusal=partial(_refusal, state), underway=underway, root_path=settings.root_path
     )

@@ -117,7 +117,6 @@ async def test_each_configured_key_opens(scheme: str) -> None:
     [
         [],
         bearer(""),
-        bearer(" " + KEY),
         bearer("é"),
         bearer(KEY, "Basic"),
         bearer(KEY, "Token"),

@@ -10,7 +10,7 @@ import pytest
 from fastapi import HTTPException, Request
 
 from quire_server.routes import elsewhere
-from support.fakes import connect, make_app, make_state
+from support.fakes import MODEL, connect, make_app, make_state
 
 pytestmark = pytest.mark.anyio
 
@@ -38,8 +38,6 @@ def check_envelope(reply: httpx.Response, status: int, code: str | None = None) 
     [
         ("GET", "/nothing", {}, 404, "not_found"),
         ("GET", "/v1/nothing", {}, 404, "not_found"),
-        ("GET", "/v1/models/", {}, 404, None),
-        ("POST", "/tokenize/", {"json": {"prompt": "a"}}, 404, "not_found"),
         ("DELETE", "/v1/models", {}, 405, "method_not_allowed"),
         ("GET", "/tokenize", {}, 405, "method_not_allowed"),
         ("POST", "/tokenize", {"json": [1]}, 400, "invalid_json"),
@@ -101,12 +99,30 @@ async def test_only_routes_that_exist_are_recommended_and_none_is_shadowed() -> 
     assert not served & elsewhere._ELSEWHERE.keys()
 
 
-async def test_slashes_are_never_redirected() -> None:
-    async with connect(make_app()) as client:
-        for path in ("/v1/models/", "/health/", "/tokenize/"):
-            reply = await client.post(path, headers={"host": "evil.example"})
-            assert "location" not in reply.headers
-            assert reply.status_code in {404, 405}
+@pytest.mark.parametrize(
+    ("path", "location"),
+    [
+        ("/health//", "../../health"),
+        ("/tokenize/?a=b%20c", "../tokenize?a=b%20c"),
+        ("/llm/v1/chat/completions/", "../completions"),
+        ("/v1/nothing/", None),
+        ("//evil.example/", None),
+    ],
+)
+async def test_a_slash_too_many_leads_to_the_route_on_the_same_host(path: str, location: str | None) -> None:
+    async with connect(make_app(root_path="/llm")) as client:
+        reply = await client.post(f"http://server{path}", headers={"host": "evil.example"})
+        if location is None:
+            check_envelope(reply, 404, "not_found")
+        else:
+            assert (reply.status_code, reply.headers["location"]) == (307, location)
+
+
+async def test_clients_follow_a_slash_too_many_with_their_body() -> None:
+    async with connect(make_app(), follow_redirects=True) as client:
+        assert (await client.post("/tokenize/", json={"prompt": "ab"})).json()["count"] == 2
+        assert (await client.get("/v1/models/")).json() == (await client.get("/v1/models")).json()
+        assert (await client.get(f"/v1/models/{MODEL}/")).json()["id"] == MODEL
 
 
 async def test_method_not_allowed_names_the_methods() -> None:

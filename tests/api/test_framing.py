@@ -94,6 +94,49 @@ async def test_refused_and_closed(parts: list[bytes], status: int) -> None:
         await still_serves(server.port)
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"Authorization: Bearer key \r\n",
+        b"Authorization:\tBearer   key\t \r\n",
+        b"x-api-key: key \r\n",
+    ],
+)
+async def test_white_space_around_a_value_is_no_part_of_it(lines: bytes) -> None:
+    more = b"X-Request-Id: one \r\nContent-Length: 16 \t\r\nConnection: close \r\n"
+    async with listening(limited(api_key=("key",))) as server:
+        raw = await exchange(server.port, post(lines + more, b'{"prompt": "ab"}'))
+        assert raw.startswith(b"HTTP/1.1 200 ")
+        assert b"\r\nx-request-id: one\r\n" in raw
+
+
+@pytest.mark.parametrize(
+    "line", [b"A : b", b" A: b", b"A: b\r\n c", b"A: b\x0bc", b"Content-Length\t: 2", b"Transfer-Encoding: \x0cchunked"]
+)
+async def test_white_space_elsewhere_is_refused(line: bytes) -> None:
+    async with listening(limited()) as server:
+        check_envelope(await exchange(server.port, post(line + b"\r\n", b"{}")), 400)
+
+
+async def test_http_1_0_gets_no_chunks() -> None:
+    """Where the length is not known before the end of a reply, the end of the connection is its end."""
+    body = b'{"prompt": "a", "max_tokens": 3, "stream": true}'
+    head = b"Content-Type: application/json\r\nExpect: 100-continue\r\nConnection: keep-alive\r\n"
+    async with listening(make_app()) as server:
+        raw = await exchange(
+            server.port, b"POST /v1/completions HTTP/1.0\r\n%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body)
+        )
+        reply = parse_reply(raw)
+        assert reply.status_code == 200
+        assert "transfer-encoding" not in reply.headers
+        assert reply.headers["connection"] == "close"
+        assert reply.content.startswith(b"data: {")
+        assert reply.content.endswith(b"data: [DONE]\n\n")
+        assert all(line.startswith(b"data: ") for line in reply.content.splitlines() if line)
+        chunks = b"POST /tokenize HTTP/1.0\r\n" + JSON + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+        check_envelope(await exchange(server.port, chunks), 400)  # what its proxies may have taken for another length
+
+
 async def test_bodies_at_the_limit_pass() -> None:
     body = json.dumps({"prompt": ""}).encode()
     body = json.dumps({"prompt": "x" * (LIMIT - len(body))}).encode()

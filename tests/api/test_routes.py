@@ -9,9 +9,11 @@ import time
 import pytest
 
 from support.fake_tokenizer import BOS, EOS, IM_END, IM_START, VOCAB_SIZE
-from support.fakes import MODEL, connect, make_app, make_state
+from support.fakes import MODEL, connect, exchange, listening, make_app, make_state, parse_reply
 
 pytestmark = pytest.mark.anyio
+
+GONE = b"GET /gone HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
 async def test_models_are_listed_in_order() -> None:
@@ -220,3 +222,33 @@ async def test_event_loop_stalls_are_measured() -> None:
     text = app.state.quire.metrics.render().decode()
     late = [line for line in text.splitlines() if line.startswith("quire_event_loop_stall_seconds_sum")]
     assert float(late[0].split(" ")[1]) > 0.25
+
+
+@pytest.mark.parametrize("path", ["/health", "/version", "/v1/models", "/api/tags", "/api/version", "/openapi.json"])
+async def test_head_is_get_without_the_body(path: str) -> None:
+    request = b"%b " + path.encode() + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: one\r\n\r\n"
+    async with listening(make_app()) as server:
+        head = parse_reply(await exchange(server.port, request % b"HEAD"))
+        whole = parse_reply(await exchange(server.port, request % b"GET"))
+    assert (head.status_code, head.content) == (200, b"")
+    assert {**head.headers, "date": ""} == {**whole.headers, "date": ""}
+    assert int(head.headers["content-length"]) == len(whole.content)
+
+
+async def test_head_of_a_stream_ends_with_its_head() -> None:
+    app = make_app()
+    async with listening(app) as server:
+        raw = await exchange(server.port, b"HEAD /dashboard/events HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2 + GONE)
+        assert [part.split(b" ")[1] for part in raw.split(b"HTTP/1.1")[1:]] == [b"200", b"200", b"404"]
+    metrics = app.state.quire.metrics.render().decode()
+    name = f'quire_http_requests_total{{handler="/dashboard/events",method="HEAD",model_name="{MODEL}",status="200"}}'
+    assert f"{name} 2.0" in metrics
+
+
+async def test_head_where_get_is_not() -> None:
+    async with connect(make_app(api_key=("key",))) as client:
+        keyed = {"authorization": "Bearer key"}
+        reply = await client.head("/detokenize", headers=keyed)
+        assert (reply.status_code, reply.headers["allow"], reply.content) == (405, "POST", b"")
+        assert (await client.delete("/v1/models", headers=keyed)).headers["allow"] == "GET, HEAD"
+        assert (await client.head("/v1/models")).status_code == 401

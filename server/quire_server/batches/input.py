@@ -5,6 +5,7 @@ Must not know: HTTP, routes.
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +71,8 @@ def read_lines(
         offset, number = 0, 0
         while raw := content.readline(max_line_bytes + 1):
             number += 1
+            if number == 1 and raw.startswith(BOM_UTF8):
+                offset, raw = len(BOM_UTF8), raw[len(BOM_UTF8) :]
             if len(raw) > max_line_bytes and not raw.endswith(b"\n"):
                 found.add("line_too_long", f"a request may take {max_line_bytes} bytes", line=number)
                 return

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 import threading
+from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
 from typing import Annotated, TypeVar, cast
 
@@ -149,7 +150,11 @@ def check_content_type(value: str | None) -> None:
 
 
 def parse_json(raw: Bytes, limits: JsonLimits = _ANY, *, stopped: Callable[[], bool] = lambda: False) -> JsonObject:
-    """One JSON object: UTF-8, at most 64 levels deep, no duplicate keys, no NaN or Infinity, no lone surrogates."""
+    """One JSON object: UTF-8, at most 64 levels deep, no duplicate keys, no NaN or Infinity, no lone surrogates.
+
+    A byte-order mark at its start counts as white space.
+    """
+    raw = _without_mark(raw)
     if isinstance(raw, bytes) and len(raw) <= INLINE_BYTES:
         try:
             value = parse_text(raw.decode("utf-8"))
@@ -160,6 +165,17 @@ def parse_json(raw: Bytes, limits: JsonLimits = _ANY, *, stopped: Callable[[], b
     if not isinstance(value, dict):
         raise invalid_json("expected an object")
     return value
+
+
+def _without_mark(raw: Bytes) -> Bytes:
+    """The body with spaces in place of a byte-order mark, so that all places in it stay."""
+    if raw[: len(BOM_UTF8)] != BOM_UTF8:
+        return raw
+    spaces = b" " * len(BOM_UTF8)
+    if isinstance(raw, bytes):
+        return spaces + raw[len(BOM_UTF8) :]
+    raw[: len(BOM_UTF8)] = spaces
+    return raw
 
 
 def validate(model: type[Model], value: JsonObject) -> Model:

@@ -13,7 +13,7 @@ from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any, Literal, cast
 
 import uvicorn
-from starlette.types import Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState as ConnectionRegistry
@@ -211,7 +211,7 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # trailers are dropped: they come after the checks of headers
-            super().on_header(name, value)
+            super().on_header(name, value.strip(b" \t"))  # the white space around a value is no part of it
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -219,6 +219,8 @@ class Connection(HttpToolsProtocol):
         self._plain_bytes = declared_bytes(self.headers) or 0
         self.scope["state"]["client_side"] = partial(client_side, self.transport)  # checked before expensive work
         self.scope["state"][TRANSPORT] = self.transport
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False  # such a client knows no interim replies
         before = self.cycle
         self._is_asking = self._is_between_requests()
         super().on_headers_complete()
@@ -228,7 +230,8 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         refused = self._refused_at_once(cycle)
         if refused is None:
-            super()._start_asgi_task(cycle, app)
+            own_app: Any = until_close(app, cycle) if cycle.scope["http_version"] == "1.0" else app
+            super()._start_asgi_task(cycle, own_app)
             return
         # The body, of which some bytes may still come, is skipped as that of any request that has its reply.
         cycle.response_started = cycle.response_complete = True
@@ -352,6 +355,30 @@ class Connection(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+
+def until_close(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """The application for one HTTP/1.0 request: where a reply's length is not known, the connection's end is its end.
+
+    Such a client knows no chunks. Its connection is closed after each reply anyway.
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_open_ended = False
+
+        async def send_plain(message: Message) -> None:
+            nonlocal is_open_ended
+            if message["type"] == "http.response.start":
+                is_open_ended = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+                if is_open_ended:
+                    cycle.chunked_encoding = False
+            elif is_open_ended:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return answer
 
 
 LOOPBACK = ("127.0.0.0/8", "::1")  # proxies on this machine

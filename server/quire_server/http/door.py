@@ -102,7 +102,7 @@ class Door:
         if self._hosts is not None and self._hosts.foreign(headers) is not None:
             return False
         try:
-            check_head(headers, self._limits, target_bytes=len(scope["raw_path"]) + len(scope["query_string"]))
+            check_head(scope, self._limits)
         except ApiError:
             return False
         return True

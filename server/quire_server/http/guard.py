@@ -131,8 +131,7 @@ class Guard:
 
     async def _run(self, scope: Scope, exchange: Exchange) -> None:
         try:
-            target = len(scope.get("raw_path") or b"") + len(scope["query_string"])
-            check_head(scope["headers"], self._limits, target_bytes=target)
+            check_head(scope, self._limits)
             await self._app(scope, exchange.receive, exchange.send)
         except ApiError as error:
             if exchange.status is not None:
@@ -196,8 +195,8 @@ def brought_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
             plain.append(value)
     if len(bearers) > 1 or len(plain) > 1:
         return []
-    schemes = [value.partition(b" ") for value in bearers]
-    return [*(key for scheme, _, key in schemes if scheme.lower() == b"bearer"), *plain]
+    schemes = [value.partition(b" ") for value in bearers]  # one space or more may stand before the key
+    return [*(key.lstrip(b" ") for scheme, _, key in schemes if scheme.lower() == b"bearer"), *plain]
 
 
 def find_key(headers: Iterable[tuple[bytes, bytes]], known: Mapping[bytes, str]) -> tuple[bytes, str] | None:
@@ -220,8 +219,10 @@ def choose_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     return f"req-{uuid.uuid4().hex}"
 
 
-def check_head(headers: list[tuple[bytes, bytes]], limits: ServerLimits, *, target_bytes: int = 0) -> None:
+def check_head(scope: Scope, limits: ServerLimits) -> None:
     """Raises HeadersTooLarge, BadRequest or UnsupportedMediaType; reads no body. How much may come is asked later."""
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    target_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
     if len(headers) > limits.max_headers:
         raise HeadersTooLarge(f"The request has more than {limits.max_headers} header lines.")
     if target_bytes + sum(len(name) + len(value) + 4 for name, value in headers) > limits.max_header_bytes:
@@ -231,10 +232,14 @@ def check_head(headers: list[tuple[bytes, bytes]], limits: ServerLimits, *, targ
         raise BadRequest(
             "The length of the body is ambiguous.", code="invalid_framing", headers={"Connection": "close"}
         )
-    codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
+    codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
     if codings not in ([], [b"chunked"]):  # other codings would be taken for the body
         raise BadRequest(
             "Bodies may be chunked and nothing else.", code="invalid_framing", headers={"Connection": "close"}
+        )
+    if codings and scope["http_version"] == "1.0":  # a proxy of that version would pass on a body of another length
+        raise BadRequest(
+            "A body in HTTP/1.0 needs a Content-Length.", code="invalid_framing", headers={"Connection": "close"}
         )
     if any(name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in headers):
         raise UnsupportedMediaType("Compressed request bodies are not accepted.", headers={"Connection": "close"})

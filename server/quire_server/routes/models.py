@@ -8,7 +8,7 @@ from typing import Literal
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
-from quire_server.errors import ModelNotFound
+from quire_server.errors import ModelNotFound, RouteNotFound
 from quire_server.http.openapi import error_response
 from quire_server.metrics.metric_catalog import ModelState
 from quire_server.state import ServerState, state_of
@@ -51,10 +51,14 @@ async def list_models(request: Request) -> ModelList:
 
 @router.get("/{model_id:path}", responses={ModelNotFound.status: error_response(ModelNotFound)})
 async def retrieve_model(model_id: str, request: Request) -> Model:
-    state = state_of(request).find(model_id)
-    if state is None or not model_id:  # here an empty name does not mean the default
+    bare = model_id.rstrip("/")
+    if not bare:  # `/v1/models/`
+        raise RouteNotFound("There is no such route.")
+    name = bare if state_of(request).find(model_id) is None else model_id  # the name of a folder may end with a slash
+    state = state_of(request).find(name)
+    if state is None:
         raise ModelNotFound(model_id)
-    return _model(state, model_id)
+    return _model(state, name)
 
 
 def _model(state: ServerState, name: str) -> Model:

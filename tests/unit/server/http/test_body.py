@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from codecs import BOM_UTF8
 from typing import Literal
 
 import pytest
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from quire_server.errors import BadRequest, UnsupportedMediaType, error_body
-from quire_server.http.body import LongList, check_content_type, parse_json, validate
+from quire_server.http.body import INLINE_BYTES, LongList, check_content_type, parse_json, validate
+from quire_server.http.body_limits import OWN_BYTES, BodyBuffer
 from quire_server.http.json_text import MAX_DEPTH
 
 
@@ -61,7 +64,6 @@ def refusal(raw: bytes) -> BadRequest:
         b'{"n": ' + b"1" * 5000 + b"}",
         b"\xff{}",
         '{"n": 1}'.encode("utf-16"),
-        '\ufeff{"n": 1}'.encode(),
         b"[" * 100_000,
         b'{"a":' * 100_000,
         b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
@@ -190,3 +192,15 @@ def test_json_content_types_pass(value: str) -> None:
 def test_other_content_types_are_refused(value: str | None) -> None:
     with pytest.raises(UnsupportedMediaType):
         check_content_type(value)
+
+
+@pytest.mark.parametrize("size", [0, INLINE_BYTES, OWN_BYTES])  # parsed at once, in pieces, in a mapping of its own
+def test_a_byte_order_mark_counts_as_white_space(size: int) -> None:
+    text = json.dumps({"prompt": "é" + "x" * size}, ensure_ascii=False).encode()
+    for raw in (BOM_UTF8 + text, BOM_UTF8 + b" \n" + text):
+        buffer = BodyBuffer(len(raw))
+        buffer.add(raw)
+        assert parse_json(buffer.take()) == json.loads(text)
+    for raw in (BOM_UTF8 * 2 + text, text + BOM_UTF8, BOM_UTF8[:2] + text, BOM_UTF8):
+        with pytest.raises(BadRequest):
+            parse_json(raw)
