@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from functools import cache
 
 from llguidance import LLMatcher, LLTokenizer
 
 from quire_engine.demo import demo_model_path
+from quire_engine.grammar_vocabulary import GrammarVocabulary
 
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]")
 
@@ -25,11 +27,23 @@ class Vocabulary:
         return self.ids.get(mark)
 
     def tokenizer(self) -> LLTokenizer:
-        return _tokenizer(self)
+        return _tokenizer(self)[0]
+
+    def tokens(self, text: str, *, is_plain: bool = False) -> list[int]:
+        """The ids of a text; `is_plain`: names of special tokens in it are text as well."""
+        tokenizer, special = _tokenizer(self)
+        names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+        pieces = [text] if is_plain else re.split(f"({names})", text)
+        return [
+            token_id
+            for i, piece in enumerate(pieces)
+            for token_id in ([special[piece]] if i % 2 else tokenizer.tokenize_str(piece))
+        ]
 
 
 @cache
-def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+def _tokenizer(vocabulary: Vocabulary) -> tuple[LLTokenizer, dict[str, int]]:
+    """The tokenizer, and the special tokens by name."""
     described = json.loads((demo_model_path() / "tokenizer.json").read_text("utf-8"))
     added = [token for token in described["added_tokens"] if token["content"] not in MARKS]
     # The embedded model has some of the marks itself: they make room for those that are asked for.
@@ -43,19 +57,23 @@ def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
         vocabulary.ids[mark] = token_id
         added.append({**described["added_tokens"][0], "id": token_id, "content": mark, "special": False})
     described["added_tokens"] = added
-    return LLTokenizer(json.dumps(described))
+    known = GrammarVocabulary(json.dumps(described))
+    return LLTokenizer(known.text, eos_token=known.end_ids), known.special_ids
 
 
 TOKENS = Vocabulary(marks=MARKS)
 SPELLED = Vocabulary()
 
 
-def verdict(grammar: str, text: str, vocabulary: Vocabulary = TOKENS) -> str:
-    """Says "whole", "part" of a longer text, or what is left where it breaks the grammar; masks and parser agree."""
+def verdict(grammar: str, text: str | list[int], vocabulary: Vocabulary = TOKENS, *, is_plain: bool = False) -> str:
+    """Says "whole", "part" of a longer text, or what is left where it breaks the grammar; masks and parser agree.
+
+    `is_plain`: names of special tokens in the text are text as well. A text may come as its tokens.
+    """
     tokenizer = vocabulary.tokenizer()
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
-    ids = tokenizer.tokenize_str(text)
+    ids = vocabulary.tokens(text, is_plain=is_plain) if isinstance(text, str) else text
     for position, token_id in enumerate(ids):
         mask = matcher.compute_bitmask()
         if not mask[token_id // 8] >> token_id % 8 & 1:

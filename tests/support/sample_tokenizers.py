@@ -69,6 +69,22 @@ def metaspace() -> Tokenizer:
     return tokenizer
 
 
+def unigram() -> Tokenizer:
+    """Pieces with probabilities and byte fallback, a space before the text, as newer sentencepiece models have it."""
+    trained = Tokenizer(models.Unigram())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=150, unk_token="<unk>", show_progress=False)
+    trained.train_from_iterator([text.replace("日本語", "").replace("😀", "") for text in TEXT], trainer)
+    special = ["<unk>", "<s>", "</s>"]
+    pieces = [(piece, score) for piece, score in json.loads(trained.to_str())["model"]["vocab"] if piece not in special]
+    heads = [(each, 0.0) for each in (*special, *(f"<0x{byte:02X}>" for byte in range(256)))]
+    tokenizer = Tokenizer(models.Unigram([*heads, *pieces], 0, True))
+    like = sentencepiece()
+    tokenizer.normalizer, tokenizer.decoder = like.normalizer, like.decoder
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    return tokenizer
+
+
 def words() -> Tokenizer:
     """A WordPiece tokenizer: a decoder whose text is not its tokens' bytes joined."""
     vocab = ["[UNK]", "[SEP]", "hello", "world", "##ly", "##s", "the", "."]

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
+from quire_engine.grammar_vocabulary import GrammarVocabulary, shown
 from quire_engine.plain_files import read_plain_text
 
 _TRIED_TOKENS = 48  # complex grammars fail within the first tokens
@@ -50,8 +51,9 @@ class GrammarTrial:
 
     def __init__(self, tokenizer: str, eos_token_ids: list[int], limits: Mapping[str, int]) -> None:
         # The text, not the path: the library would take a missing path for a name to download.
-        text = read_plain_text(tokenizer)
-        self._tokenizer = LLTokenizer(text, eos_token=eos_token_ids or None)
+        self._vocabulary = GrammarVocabulary(read_plain_text(tokenizer))
+        ends = eos_token_ids or self._vocabulary.end_ids
+        self._tokenizer = LLTokenizer(self._vocabulary.text, eos_token=ends or None)
         self._limits = LLParserLimits(**limits)  # type: ignore[arg-type]
 
     def accept(self, rules: str, client: str) -> str:
@@ -61,7 +63,7 @@ class GrammarTrial:
         """
         grammar = rules
         if client:
-            client = _lark(client)
+            client = self._vocabulary.by_id(_lark(client))
             named = [{"lark_grammar": rules}, {"name": "client", "lark_grammar": client}]
             grammar = client if rules == "start: @client" else json.dumps({"grammars": named})
         for seed in range(_TRIES):
@@ -103,7 +105,7 @@ def _check(matcher: LLMatcher) -> None:
 def _reason(message: str) -> str:
     """The library's message without its excerpts, which quote our rules around the client's text."""
     lines = [line for line in message.splitlines() if not re.match(r"\s*(\d+ \||\^)", line) and line.strip()]
-    text = " ".join(" ".join(lines).replace("<non-verbose/>", "").split())
+    text = shown(" ".join(" ".join(lines).replace("<non-verbose/>", "").split()))
     text = re.sub(r"^at \d+\(\d+\): ", "", text).removeprefix("failed to compile JSON schema: ")
     if text.startswith("oneOf constraints"):
         text = "'oneOf' is not supported where no type, constant or required property tells its schemas apart"

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire_engine.execution.distribution import padded, padded_width
 from quire_engine.grammar_limits import GRAMMAR_LIMITS, MAX_COMPILED
+from quire_engine.grammar_vocabulary import GrammarVocabulary
 from quire_engine.plain_files import read_plain, read_plain_text
 
 _LONGEST_ERROR = 300  # characters
@@ -117,7 +118,7 @@ class Grammars:
         return self._end_ids
 
     def warm_up(self) -> None:
-        """Read the vocabulary now, while the engine is idle: 150,000 tokens take a second."""
+        """Read the vocabulary now, while the engine is idle: 150,000 tokens take seconds."""
         if self._vocabulary is None:
             try:
                 self._vocabulary = load_vocabulary(self._folder, self._vocab_size, self._defaults)
@@ -184,13 +185,14 @@ def load_vocabulary(folder: Path, num_ids: int, defaults: Path | None = None) ->
 
     `defaults`: the folder of the generation_config.json that is read instead of the folder's own.
     Columns of the `num_ids` logits that the tokenizer does not know have no text.
-    Holds the interpreter's lock for a second where there are 150,000 tokens. Raises GrammarError, naming the file.
+    Holds the interpreter's lock for seconds where there are 150,000 tokens. Raises GrammarError, naming the file.
     """
     file = folder / "tokenizer.json"
     try:
         # The text, not the path: a path that is not there would be taken for a name to download.
-        text = read_plain_text(file)
-        return LLTokenizer(text, n_vocab=num_ids, eos_token=_end_ids(folder, defaults or folder) or None)
+        vocabulary = GrammarVocabulary(read_plain_text(file))
+        ends = _end_ids(folder, defaults or folder) or vocabulary.end_ids
+        return LLTokenizer(vocabulary.text, n_vocab=num_ids, eos_token=ends or None)
     except OSError as error:
         raise GrammarError(f"grammars need {file.name}, which cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -127,6 +127,40 @@ def test_choices():
     check(grammar(Structure(kind="choice", value=json.dumps(odd))), whole=tuple(odd), wrong=("", "no", "yes,", "a"))
 
 
+@pytest.mark.parametrize(
+    ("structure", "text"),
+    [
+        (Structure(kind="choice", value='["a <think> b", "</s>"]'), "a <think> b"),
+        (Structure(kind="regex", value="a <think>( b|c)<.im_end.>"), "a <think>c<|im_end|>"),
+        (schema({"const": "<tool_call>"}), '"<tool_call>"'),
+        (schema({"enum": ["<think>", "<thin", "<|im_end|>"]}), '"<|im_end|>"'),
+        (
+            schema({"properties": {"<think>": {"const": 1}}, "required": ["<think>"], "additionalProperties": False}),
+            '{"<think>":1}',
+        ),
+        (schema({"type": "string", "pattern": "^</think>$"}), '"</think>"'),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.kind,
+)
+def test_names_of_special_tokens_are_text(structure: Structure, text: str):
+    rules = grammar(structure)
+    assert rules is not None
+    assert verdict(rules, text, is_plain=True) == "whole"
+    assert verdict(rules, text) != "whole"  # the tokens themselves, which the answer's text would lack
+
+
+def test_a_call_may_have_the_names_of_its_marks_as_text():
+    tool = Tool(
+        name="quote", parameters={"type": "object", "properties": {"a": {"enum": ["</tool_call>"]}}, "required": ["a"]}
+    )
+    rules = grammar(tools=required(tool, parallel=False))
+    assert rules is not None
+    begin, text, end = '<tool_call>\n{"name": "quote", "arguments": {"a": "', "</tool_call>", '"}}\n</tool_call>'
+    ids = [*TOKENS.tokens(begin), *TOKENS.tokens(text, is_plain=True), *TOKENS.tokens(end)]
+    assert verdict(rules, ids) == "whole"
+    assert verdict(rules, begin + text + end) != "whole"
+
+
 def test_required_calls():
     check(
         grammar(tools=required(*BOTH)),

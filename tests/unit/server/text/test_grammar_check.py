@@ -68,6 +68,17 @@ async def test_a_clients_lark_passes_as_it_is(check: GrammarCheck):
     assert await check.accept(Grammar(rules="start: @client", client=lark), param="p") == lark
 
 
+async def test_special_tokens_have_their_ids_in_a_clients_lark_and_are_text_within_quotes(check: GrammarCheck):
+    lark = 'start: <think> "<think>" /<think>/ <|im_end|>? // <think>\n'
+    text = await check.accept(Grammar(rules="start: @client", client=lark), param="p")
+    assert text == 'start: <[6]> "<think>" /<think>/ <[2]>? // <think>\n'
+    message = await refusal(check, "start: @client", "start: <nothing>")
+    assert "unknown special token" in message
+    assert "<think>" in message
+    quoted = await check.accept(Grammar(rules='start: "a <think> b" /<.think>/'), param="p")
+    assert verdict(quoted, "a <think> b</think>", is_plain=True) == "whole"
+
+
 async def test_ebnf_is_translated(check: GrammarCheck):
     text = await check.accept(Grammar(rules="start: @client", client=EBNF), param="p")
     for whole in ("1=2", "1+2-(3+4)=5", '"#"=1', "nothing"):
