@@ -149,3 +149,15 @@ async def test_a_name_is_only_a_name(tmp_path: Path) -> None:
         content = await client.get(f"/v1/files/{weird.json()['id']}/content")
         assert content.status_code == 200
         assert "\n" not in content.headers["content-disposition"]
+
+
+@pytest.mark.parametrize(("name", "shown"), [("../../etc/passwd", "passwd"), ("a\\b.exe", "b.exe"), ("..", "file")])
+async def test_a_download_has_no_name_that_leads_elsewhere(name: str, shown: str, tmp_path: Path) -> None:
+    async with batching(tmp_path) as client:
+        form = {"files": {"file": (name, b"x")}, "data": {"purpose": "batch"}}
+        file = (await client.post("/v1/files", **form)).json()
+        header = (await client.get(f"/v1/files/{file['id']}/content")).headers["content-disposition"]
+        assert header == f'attachment; filename="{shown}"'
+        long = {"files": {"file": ("x" * 250, b"x")}, "data": {"purpose": "batch"}}
+        file = (await client.post("/v1/files", **long)).json()
+        assert len((await client.get(f"/v1/files/{file['id']}/content")).headers["content-disposition"]) < 150

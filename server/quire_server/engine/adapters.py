@@ -82,6 +82,8 @@ class ServedAdapters:
     async def load(self, name: str, path: str, *, in_place: bool = False, parent: str = "") -> ServedAdapter:
         """Load the adapter in a directory. Raises BadRequest, NotReady."""
         async with self._changing:
+            if not {"", ".", ".."}.isdisjoint(name.split("/")):
+                raise BadRequest("A part of the name between slashes is empty or only dots.", param="lora_name")
             if name in self._taken:
                 raise BadRequest(f"The name '{name}' is the model's own.", param="lora_name")
             self._check_others(name)

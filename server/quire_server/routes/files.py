@@ -27,6 +27,7 @@ router = APIRouter(prefix="/v1/files", tags=["batches"])
 MAX_FILES = 10_000  # of one owner
 LEAST_KEPT, MOST_KEPT = 3600, 30 * 86_400  # seconds that `expires_after` may ask for
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+_MOST_NAME = 100  # characters in the header of a download
 _FIELDS = ("file", "purpose", _ANCHOR, _SECONDS)
 NOT_FOUND: dict[int | str, dict[str, Any]] = {FileNotFound.status: error_response(FileNotFound)}
 _FORM = {
@@ -154,7 +155,9 @@ async def retrieve_file(file_id: str, request: Request) -> FileObject:
 async def file_content(file_id: str, request: Request) -> FileResponse:
     service = service_of(request)
     file = await _known(service, owner_of(request).name, file_id)
-    return FileResponse(service.store.content(file.id), media_type="application/octet-stream", filename=file.name)
+    return FileResponse(
+        service.store.content(file.id), media_type="application/octet-stream", filename=_download_name(file.name)
+    )
 
 
 @router.delete("/{file_id}", responses={**NOT_FOUND, Conflict.status: error_response(Conflict)})
@@ -165,6 +168,11 @@ async def delete_file(file_id: str, request: Request) -> DeletedFile:
     if not await service.store.run(service.store.delete_file, owner.name, file_id):
         raise Conflict("A batch that has not ended reads this file; cancel it first.", code="file_in_use")
     return DeletedFile(id=file_id, object="file", deleted=True)
+
+
+def _download_name(name: str) -> str:
+    """The last part of a name that an uploader has chosen, as a name for the downloaded file."""
+    return name.replace("\\", "/").rpartition("/")[2][:_MOST_NAME].strip(". ") or "file"
 
 
 def _checked(form: Form) -> int | None:

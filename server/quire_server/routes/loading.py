@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -31,7 +31,9 @@ class ModelOrder(BaseModel):
 
 
 class SleepOrder(ModelOrder):
-    level: Annotated[Literal[1, 2], Field(description="1: the weights stay in memory; 2: nothing does")] = 1
+    level: Annotated[
+        int, Field(strict=True, ge=1, le=2, description="1: the weights stay in memory; 2: nothing does")
+    ] = 1
 
 
 class ModelStatus(BaseModel):

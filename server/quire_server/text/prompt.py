@@ -14,7 +14,7 @@ from quire_engine.errors import ConfigError, ModelLoadError
 from quire_server.errors import BadRequest, ContextLengthExceeded, NotReady
 from quire_server.text import spelled_json
 from quire_server.text.tokenizer import DEFAULT, SPECIAL_NAMES, TOOL_USE, TextTokenizer
-from quire_server.text.worker_process import ProcessDied, WorkerProcess
+from quire_server.text.worker_process import FROM_OUTSIDE, ProcessDied, WorkerProcess
 
 _SCRIPT = Path(__file__).with_name("template_worker.py")
 _MEMORY_BYTES = 512 * 2**20
@@ -207,6 +207,8 @@ class ChatTemplate:
         try:
             reply = process.ask(line)
         except ProcessDied as exc:
+            if exc.signal in FROM_OUTSIDE:  # twice: neither the template's fault nor that of the messages
+                raise NotReady("The chat template's process was ended; retry.", retry_after_seconds=1.0) from exc
             raise BadRequest("The chat template did not finish within its limits.", param="messages") from exc
         finally:
             self._idle.put(process)

@@ -24,7 +24,7 @@ _START_SECONDS = 30.0  # in addition to it, for the interpreter and its imports 
 _LOOK_SECONDS = 0.25  # of silence, after which the parent checks whether the process is stopped
 _PIECE_BYTES = 1 << 16
 # Signals of an operator or of a system without memory; a process that exceeds its own limits ends by others.
-FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM})
+FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP})
 
 
 class ProcessDied(Exception):
@@ -95,9 +95,11 @@ class WorkerProcess:
             except _Stopped:
                 continue
             except ProcessDied as died:
-                if died.signal not in FROM_OUTSIDE or self._is_killed or not may_try_again:
+                if self._is_killed:
+                    raise ProcessDied from None
+                if died.signal not in FROM_OUTSIDE or not may_try_again:
                     raise
-        raise ProcessDied
+        raise ProcessDied(signal.SIGSTOP)
 
     def kill(self) -> None:
         """May be called from other threads: the thread that asks gets ProcessDied."""
