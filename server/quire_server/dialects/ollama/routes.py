@@ -35,6 +35,7 @@ from quire_server.dialects.ollama.request import (
     ShowRequest,
 )
 from quire_server.errors import NotReady
+from quire_server.http.access import is_operator
 from quire_server.http.body import json_body
 from quire_server.http.json_text import Pieces, pieces_of_object
 from quire_server.http.large_reply import PiecedReply
@@ -128,11 +129,19 @@ def _chosen(request: Request, model: str) -> tuple[ServerState, str]:
 
 
 def _admitted(request: Request, body: Fields) -> tuple[ServerState, str, Fields]:
-    """The same, and the body without what is obeyed already. Raises BadRequest too."""
+    """The same, and the body without what is obeyed already. Raises BadRequest too.
+
+    How long a model stays is the operator's to say: other clients can lengthen the time, and with API keys not even
+    that.
+    """
     state, name = _chosen(request, body.model)
-    if state.catalog is None or body.keep_alive is None:
+    seconds = body.kept_seconds()
+    if state.catalog is None or seconds is None:
         return state, name, body
-    state.catalog.models.keep(state.model_names[0], body.kept_seconds())
+    asks = is_operator(request.scope, state.credentials, state.settings)
+    if not asks and state.settings.needs_key:
+        return state, name, body
+    state.catalog.models.keep(state.model_names[0], seconds, shortens=asks)
     return state, name, body.model_copy(update={"keep_alive": None})
 
 
@@ -141,7 +150,7 @@ async def _load(state: ServerState, body: ModelFields) -> str:
     if state.catalog is None:
         return "load"
     models, name = state.catalog.models, state.model_names[0]
-    if models.engines[name].keep_seconds == 0 and "keep_alive" in body.model_fields_set:
+    if models.engines[name].keep_seconds == 0 and body.keep_alive is None and "keep_alive" in body.model_fields_set:
         return "unload"
     try:
         await models.load(name)

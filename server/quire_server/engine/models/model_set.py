@@ -250,9 +250,13 @@ class ModelSet:
             engine.supervisor.forget_weights()
         self._changed.set()
 
-    def keep(self, name: str, seconds: float | None) -> None:
-        """A request wishes that a model stays so long after its last use: infinity for ever, None as it is set."""
-        self.engines[name].keep_seconds = seconds
+    def keep(self, name: str, seconds: float, *, shortens: bool) -> None:
+        """Take a request's wish that a model stays so long after its last use; infinity: for ever.
+
+        Without `shortens` a time that is longer already holds on.
+        """
+        engine = self.engines[name]
+        engine.keep_seconds = seconds if shortens else max(seconds, engine.idle_limit)
         self.used(name)
 
     def used(self, name: str) -> None:

@@ -123,8 +123,12 @@ def test_an_idle_model_goes_after_its_seconds_and_a_wish_changes_them():
             submit(made, "b", "b0")
             await client.until(lambda: len(client.ends) == 2)
             await until(made, "unloaded", "loaded")
-            made.keep("b", 0.0)
-            made.keep("a", float("inf"))
+            made.keep("b", 0.0, shortens=False)
+            assert made.engines["b"].idle_limit == float("inf"), "the operator has said nothing: it stays"
+            made.keep("b", 0.0, shortens=True)
+            made.keep("a", 0.0, shortens=False)
+            assert made.engines["a"].idle_limit == 0.2
+            made.keep("a", float("inf"), shortens=False)
             submit(made, "a", "a1")
             await client.until(lambda: len(client.ends) == 3)
             await until(made, "loaded", "unloaded")
