@@ -107,6 +107,12 @@ class Forbidden(ClientError):
     default_code = "admin_only"
 
 
+class OriginNotAllowed(Forbidden):
+    """403: another site's page asks to change something; --allowed-origins adds sites."""
+
+    default_code = "origin_not_allowed"
+
+
 class HostNotAllowed(Forbidden):
     """403: the Host header has a name that is not this server's; --allowed-hosts adds names."""
 

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire_server.errors import ApiError, Forbidden, HostNotAllowed, Unauthorized
+from quire_server.errors import ApiError, Forbidden, HostNotAllowed, OriginNotAllowed, Unauthorized
 from quire_server.http.body_limits import BodyBudget, BodyGate, BodyLimits
 from quire_server.http.credentials import Credentials
 from quire_server.http.guard import (
@@ -61,6 +61,8 @@ def layers(
     }
     if settings.allowed_origins:
         yield partial(Preflights, **cors)
+    if ANY not in settings.allowed_origins:
+        yield partial(OriginCheck, allowed=settings.allowed_origins)
     if checks_hosts(settings):
         yield partial(HostCheck, allowed=settings.allowed_hosts, root_path=root)
     yield partial(RefuseAtStop, requests=requests)
@@ -148,6 +150,12 @@ class RouteHeader:
         return asks and _why_no_operator(scope, self._known(), admits_local=self._admits_local) is None
 
 
+def is_operator(scope: Scope, credentials: Credentials, settings: Settings) -> bool:
+    """Whether admin paths would accept the client of this request."""
+    admits_local = settings.allow_local_admin or not settings.needs_key
+    return _why_no_operator(scope, credentials.known.admin, admits_local=admits_local) is None
+
+
 def _why_no_operator(scope: Scope, known: Mapping[bytes, str], *, admits_local: bool) -> ApiError | None:
     """The refusal of an operator's request; None: it is one. `known`: the admin keys."""
     if known:
@@ -230,6 +238,68 @@ def _refusal(host: str) -> HostNotAllowed:
         f"This server does not answer to the host '{host[:96]}': a page of another site may have sent this. If the name"
         " is meant, start the server with --allowed-hosts and the name."
     )
+
+
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+_WEB = ("http", "https")
+
+
+class OriginCheck:
+    """Refuses requests that another site's page lets a browser send, unless they only read.
+
+    A browser sends a form of any page to any address, without CORS and without asking: what it may not do is read the
+    reply. It names the page's site in `Origin`, and newer ones say in `Sec-Fetch-Site` how that is related to ours. No
+    page can change either, nor add an API key or `X-Forwarded-Host` without a preflight, which is not granted. Requests
+    of programs have neither header, those of extensions and desktop programs an origin that is no web site.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed: Collection[str]) -> None:
+        self._app = app
+        self._allowed = frozenset(origin.lower().encode() for origin in allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] not in _READING and self.is_foreign(scope["headers"]):
+            await send_error(
+                OriginNotAllowed(
+                    "Another site's page has sent this. If the site is meant, start the server with --allowed-origins"
+                    " and its origin; behind a proxy let that pass the Host header on."
+                ),
+                scope,
+                receive,
+                send,
+            )
+            return
+        await self._app(scope, receive, send)
+
+    def is_foreign(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether a page of a site that is neither ours nor allowed has sent a request with this head."""
+        found: dict[bytes, list[bytes]] = {}
+        for name, value in headers:
+            found.setdefault(name, []).append(value.strip().lower())
+        origins, sites = found.get(b"origin", []), found.get(b"sec-fetch-site", [])
+        if not origins and not sites:
+            return False
+        bearer = any(value.startswith(b"bearer ") for value in found.get(b"authorization", []))
+        if bearer or b"x-api-key" in found or (origins and self._allowed.issuperset(origins)):
+            return False
+        if sites in ([b"same-origin"], [b"none"]):  # true also where a proxy has put another host
+            return False
+        ours = {host.partition(b",")[0].strip() for name in _HOSTS for host in found.get(name, [])}
+        return not origins or not all(_is_ours(origin, ours) for origin in origins)
+
+
+_HOSTS = (b"host", b"x-forwarded-host")
+
+
+def _is_ours(origin: bytes, hosts: Collection[bytes]) -> bool:
+    """Whether an origin is that of a page from one of these hosts, or of no web page at all."""
+    scheme, separator, place = origin.partition(b"://")
+    if not separator:
+        return False  # null: a page in a sandbox, which any page can make
+    if scheme.decode("latin-1") not in _WEB:
+        return True
+    port = b":443" if scheme == b"https" else b":80"
+    return place.removesuffix(port) in {host.removesuffix(port) for host in hosts}
 
 
 def bare_name(host: str) -> str:
