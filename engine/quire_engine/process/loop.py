@@ -55,7 +55,7 @@ def _answered(answer: Callable[[str, Mapping[str, Any]], object], asked: Inspect
         body = msgspec.json.encode(answer(asked.what, arguments))
     except Unanswerable as error:
         return Inspected(token=asked.token, error=str(error))
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+    except (msgspec.DecodeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         return Inspected(token=asked.token, error=f"the question {asked.what!r} cannot be read: {error}")
     if len(body) > MAX_BODY_BYTES:
         return Inspected(token=asked.token, error=f"the answer has {len(body)} bytes; ask for less at a time")

@@ -255,6 +255,11 @@ class FrameDecoder:
         self._codec = codec
         self._buffer = bytearray()
 
+    @property
+    def num_unfinished(self) -> int:
+        """Bytes of a frame that has begun to arrive."""
+        return len(self._buffer)
+
     def feed(self, data: bytes) -> list[Any]:
         """Frames completed by `data`, in order. Raises ProtocolError."""
         self._buffer += data

@@ -16,13 +16,35 @@ from quire_engine.errors import ProtocolError
 from quire_engine.handshake import Refused
 from quire_engine.process.transport import Codec, FrameDecoder
 
+MOST_UNFINISHED = 128 << 20  # bytes of frames that have begun to arrive, all connections of a node together
 MOST_WAITING = 256 << 20  # bytes that wait for a peer to read them
+
+
+class UnfinishedFrames:
+    """The bytes of frames that have begun to arrive, over all connections that share this bound."""
+
+    def __init__(self, most: int = MOST_UNFINISHED) -> None:
+        self._most = most
+        self._held: dict[Link, int] = {}
+
+    def set(self, link: Link, num_bytes: int) -> None:
+        """A connection holds so many bytes now; above the bound the one that holds most is cut off."""
+        if num_bytes:
+            self._held[link] = num_bytes
+        else:
+            self._held.pop(link, None)
+        if sum(self._held.values()) > self._most:
+            largest = max(self._held, key=self._held.__getitem__)
+            del self._held[largest]
+            largest.abort(f"unfinished frames of all connections have more than {self._most} bytes")
 
 
 class Link(asyncio.Protocol):
     """One end. `exactly` and `write` for the handshake, then `begin`, and frames go to `on_frame` in order."""
 
-    def __init__(self, *, reads: Codec, sends: Codec) -> None:
+    def __init__(self, *, reads: Codec, sends: Codec, unfinished: UnfinishedFrames | None = None) -> None:
+        """`unfinished`: the bound that it shares with others; without it a frame's own bound holds."""
+        self._unfinished = unfinished
         self.heard = time.monotonic()  # when the last bytes came
         self.why_lost = "the connection was closed"
         self.was_silent = False  # whether it was given up because no sign of life came
@@ -125,9 +147,14 @@ class Link(asyncio.Protocol):
                 self._on_frame(frame)
         except ProtocolError as error:
             self.abort(f"it sent {error}")
+        if self._unfinished is not None:
+            self._unfinished.set(self, 0 if self.lost.done() else self._decoder.num_unfinished)
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.lost.done():
             if error is not None:
                 self.why_lost = f"the connection was lost: {error}"
             self.lost.set_result(None)
+        self._decoder = None  # with the bytes of an unfinished frame
+        if self._unfinished is not None:
+            self._unfinished.set(self, 0)

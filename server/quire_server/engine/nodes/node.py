@@ -13,6 +13,7 @@ import logging
 import secrets
 import socket
 import time
+from collections import Counter
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -21,10 +22,11 @@ from quire_engine.errors import ConfigError, QuireError
 from quire_engine.handshake import ANSWER_BYTES, NodeHandshake, Refused, binding
 from quire_engine.link_security import LinkSecurity
 from quire_engine.routing.index import MOST_BLOCKS
-from quire_engine.types import NAME_MODEL, EngineStats, StepOutput, TokenOutput
+from quire_engine.types import NAME_MODEL, EngineStats, GenerationRequest, StepOutput, TokenOutput
 from quire_server.engine.nodes.addresses import Address, resolve
+from quire_server.engine.nodes.checks import wrong_in
 from quire_server.engine.nodes.frames import FROM_FRONT, FROM_NODE, NodeState
-from quire_server.engine.nodes.link import Link
+from quire_server.engine.nodes.link import Link, UnfinishedFrames
 from quire_server.engine.nodes.sessions import STATS_SECONDS, PrefixLedger, Session, ahead_of
 from quire_server.engine.supervisor import EngineState, Supervisor
 from quire_server.metrics.node_metrics import NodeMetrics
@@ -60,7 +62,8 @@ class Node:
         self._draining = False
         self._sessions: dict[Session, asyncio.Task[None]] = {}
         self._owners: dict[str, Session] = {}
-        self._unproven: set[asyncio.Task[None]] = set()
+        self._unproven: dict[asyncio.Task[None], str] = {}  # the peer's host, the oldest first
+        self._unfinished = UnfinishedFrames()
         self._ledger = PrefixLedger(MOST_BLOCKS)
         self._stats = EngineStats()
         self._told = self._state()
@@ -144,16 +147,22 @@ class Node:
                 await asyncio.sleep(0.2)
                 continue
             if len(self._unproven) >= MOST_UNPROVEN:
-                connection.close()
-                self._refuse(peer[0], f"{MOST_UNPROVEN} others have not proven themselves yet")
-                continue
+                self._make_place()
             task = asyncio.create_task(self._admit(connection, Address(*peer[:2])), name="node-handshake")
-            self._unproven.add(task)
-            task.add_done_callback(self._unproven.discard)
+            self._unproven[task] = peer[0]
+            task.add_done_callback(lambda done: self._unproven.pop(done, None))
+
+    def _make_place(self) -> None:
+        """Turn away the oldest unproven peer of the host that has most of them: strangers keep no front out."""
+        (host, _), *_ = Counter(self._unproven.values()).most_common(1)
+        task = next(task for task, each in self._unproven.items() if each == host)
+        del self._unproven[task]
+        task.cancel()
+        self._refuse(host, f"{MOST_UNPROVEN} peers have not proven themselves yet, most of them from there")
 
     async def _admit(self, connection: socket.socket, peer: Address) -> None:
         """The handshake with one peer, and its session if it has proven itself."""
-        link = Link(reads=FROM_FRONT, sends=FROM_NODE)
+        link = Link(reads=FROM_FRONT, sends=FROM_NODE, unfinished=self._unfinished)
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 await self._shake_hands(link, connection)
@@ -163,6 +172,9 @@ class Node:
             self._refuse(peer.host, f"it has not proven itself within {HANDSHAKE_SECONDS:g} s")
         except OSError as error:  # ssl.SSLError is one
             self._refuse(peer.host, getattr(error, "reason", None) or error.strerror or str(error))
+        except asyncio.CancelledError:
+            link.abort("its place was given to another peer")
+            raise
         else:
             self._begin(link, peer)
             return
@@ -198,11 +210,14 @@ class Node:
             log.warning("a peer at %s was refused (%d so far): %s", peer, self.num_refused, why)
 
     def _begin(self, link: Link, peer: Address) -> None:
-        session = Session(str(peer), link, self._engine, self._owners)
+        session = Session(str(peer), link, self._engine, self._owners, wrong_in=self._wrong_in)
         self._sessions[session] = asyncio.create_task(self._follow(session), name="node-session")
         log.info("a front has connected from %s; there are %d", peer, len(self._sessions))
         session.greet(self._state(), self._stats, self._ledger.snapshot())
         link.begin(session.receive)
+
+    def _wrong_in(self, request: GenerationRequest) -> str:
+        return wrong_in(request, self._plan) if self._plan is not None else "no engine yet"
 
     async def _follow(self, session: Session) -> None:
         """Until the front is gone."""
@@ -253,6 +268,7 @@ class Node:
 
     def _lost(self) -> None:
         """The engine is gone; the next one begins with nothing cached. Requests wait in its supervisor's journal."""
+        self._unfinished = UnfinishedFrames()
         self._ledger = PrefixLedger(MOST_BLOCKS)
         for session in self._sessions:
             session.forget_prefixes()

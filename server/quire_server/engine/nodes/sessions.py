@@ -17,6 +17,7 @@ from quire_engine.errors import ProtocolError, QuireError
 from quire_engine.process.transport import Abort, Control, Hold, Inspect, Inspected, Release
 from quire_engine.types import EngineStats, GenerationRequest, PrefixChanges, StepOutput, TokenOutput
 from quire_server.engine.connection import MOST_QUESTIONS
+from quire_server.engine.nodes.checks import check_shape
 from quire_server.engine.nodes.frames import NodeState, NodeStep, Ping, request_shifted, stats_shifted
 from quire_server.engine.nodes.link import Link
 from quire_server.engine.recovery import JournalEntry, Quarantine
@@ -77,14 +78,18 @@ class Session:
         owners: dict[str, Session],
         *,
         clock: Callable[[], float] = time.monotonic,
+        wrong_in: Callable[[GenerationRequest], str] = lambda _: "",
     ) -> None:
-        """`name`: for the log; `owners`: of all live requests by id, shared by all sessions."""
+        """`name`: for the log; `owners`: of all live requests by id, shared by all sessions.
+
+        `wrong_in`: the reason why the engine cannot have a request, else empty.
+        """
         self.name = name
         self.link = link
         self.unanswered: dict[str, int] = {}  # prompt tokens of live requests without an output
         self.live: set[str] = set()
         self.told_at = 0.0  # when it last got statistics
-        self._engine, self._owners, self._clock = engine, owners, clock
+        self._engine, self._owners, self._clock, self._wrong_in = engine, owners, clock, wrong_in
         self._questions: set[asyncio.Task[None]] = set()
         self._number = 0  # of the last change of prefixes that was sent
         self._stats = EngineStats()
@@ -120,7 +125,12 @@ class Session:
                 raise ProtocolError(f"a {type(frame).__name__} frame, which no front sends")
 
     def _submit(self, request: GenerationRequest) -> None:
+        check_shape(request)
         entry = entry_of(request)
+        wrong = self._wrong_in(request)
+        if wrong:
+            self._tell(entry.failure(f"the node cannot compute it: it has {wrong}", culprit=True))
+            return
         if request.request_id in self._owners or self._engine.has(request.request_id):
             self._tell(entry.failure(_TAKEN, culprit=False))
             return

@@ -29,7 +29,7 @@ from quire_server.engine.nodes import node as node_module
 from quire_server.engine.nodes import remote_engine
 from quire_server.engine.nodes.addresses import Address
 from quire_server.engine.nodes.frames import FROM_FRONT, FROM_NODE
-from quire_server.engine.nodes.link import Link
+from quire_server.engine.nodes.link import Link, UnfinishedFrames
 from quire_server.engine.nodes.remote_engine import RemoteEngine
 from quire_server.engine.recovery import Quarantine
 from support.link_secrets import make_secrets
@@ -171,9 +171,13 @@ def test_idle_peers_are_few_and_not_for_long(monkeypatch: pytest.MonkeyPatch) ->
         async with served_node(security=KEYED) as node, front([node.address], security=KEYED) as (together, client):
             together.submit(request("r", (1,), tokens=500))
             idle = [await asyncio.open_connection(node.address.host, node.address.port) for _ in range(80)]
-            await asyncio.sleep(0.2)
-            turned_away = [reader for reader, _ in idle if reader.at_eof()]
-            assert len(turned_away) == 80 - node_module.MOST_UNPROVEN
+            async with asyncio.timeout(60):
+                while node.node.num_refused < 80 - node_module.MOST_UNPROVEN:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert len(node.node._unproven) <= node_module.MOST_UNPROVEN
+            async with front([node.address], security=KEYED) as (second, others):  # strangers keep no front out
+                second.submit(request("s", (1,), tokens=3))
+                await others.until(lambda: ("s", 0) in others.ends)
             async with asyncio.timeout(60):
                 for reader, _ in idle:
                     await reader.read()
@@ -194,6 +198,42 @@ async def connected(node: Served) -> Link:
     handshake.check(await link.exactly(PROOF_BYTES))
     link.begin(lambda _: None)
     return link
+
+
+def test_the_oldest_stranger_of_the_host_that_has_most_gives_its_place() -> None:
+    async def body() -> None:
+        async with served_node(security=KEYED) as node:
+            tasks = {asyncio.create_task(asyncio.sleep(60)): host for host in ("a", "b", "b", "c")}
+            node.node._unproven.update(tasks)
+            node.node._make_place()
+            assert list(node.node._unproven.values()) == ["a", "b", "c"]
+            await asyncio.sleep(0)
+            assert [task.cancelled() for task in tasks] == [False, True, False, False]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            node.node._unproven.clear()
+
+    run(body)
+
+
+def test_unfinished_frames_of_all_connections_have_one_bound() -> None:
+    async def body() -> None:
+        frames = UnfinishedFrames(most=5_000)
+        links = [Link(reads=FROM_FRONT, sends=FROM_NODE, unfinished=frames) for _ in range(3)]
+        begun = (1 << 20).to_bytes(4, "little") + b"\x02"
+        for link in links:
+            link.begin(lambda _: None)
+        links[0].data_received(begun + bytes(1_000))
+        links[1].data_received(begun + bytes(3_000))
+        assert not any(link.lost.done() for link in links)
+        links[2].data_received(begun + bytes(1_500))
+        assert [link.lost.done() for link in links] == [False, True, False], "the one that holds most"
+        links[0].connection_lost(None)
+        links[2].data_received(bytes(3_000))
+        assert not links[2].lost.done(), "a lost connection holds nothing"
+
+    run(body)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,13 @@ import pytest
 
 from quire_engine.errors import ProtocolError
 from quire_engine.process.transport import Codec
-from quire_engine.types import EngineStats, PrefixChanges, TokenOutput
+from quire_engine.types import BeamParams, EngineStats, GenerationRequest, PrefixChanges, StopParams, TokenOutput
 from quire_server.engine.nodes import frames
+from quire_server.engine.nodes.checks import wrong_in
 from quire_server.engine.nodes.frames import NodeStep, request_shifted
 from quire_server.engine.nodes.sessions import PrefixLedger, Session, ahead_of, entry_of
 from quire_server.engine.recovery import JournalEntry, Quarantine
+from support.fakes import make_plan
 from support.supervising import request
 
 SMALL = Codec({32: frames.NodeState, 33: NodeStep}, most_bytes=2000)
@@ -134,3 +136,62 @@ def test_a_moved_requests_entry_begins_with_its_tokens() -> None:
     assert entry.resumed_request().resumed_token_ids == ((1, 2, 5), (3,))
     assert entry.record(TokenOutput(request_id="r", finish="length"))
     assert entry_of(request("fresh")).resumed_request().resumed_token_ids == ()
+
+
+PLAN = make_plan(max_model_len=64)
+SAMPLED = request("r").sampling
+ODD: dict[str, GenerationRequest] = {
+    "no prompt": request("r", ()),
+    "a long prompt": request("r", (1,) * 65),
+    "a token of 2^40": request("r", (1, 1 << 40)),
+    "a token below 0": request("r", (-1,)),
+    "many tokens": request("r", tokens=1 << 62),
+    "no weight": replace(request("r"), weight=0.0),
+    "no number": replace(request("r"), weight=float("nan")),
+    "an infinite time": replace(request("r"), deadline=float("inf")),
+    "a large seed": replace(request("r"), sampling=replace(SAMPLED, seed=1 << 63)),
+    "no probability": replace(request("r"), sampling=replace(SAMPLED, top_p=-1.0)),
+    "no temperature": replace(request("r"), sampling=replace(SAMPLED, temperature=float("nan"))),
+    "a bias of a token": replace(request("r"), sampling=replace(SAMPLED, logit_bias=((1 << 40, 1.0),))),
+    "an infinite bias": replace(request("r"), sampling=replace(SAMPLED, logit_bias=((1, float("inf")),))),
+    "a banned token": replace(request("r"), sampling=replace(SAMPLED, banned_sequences=((1, 1 << 40),))),
+    "log-probabilities": replace(request("r"), sampling=replace(SAMPLED, num_logprobs=1 << 40)),
+    "a stop token": replace(request("r"), stop=StopParams(max_new_tokens=1, stop_token_ids=(1 << 40,))),
+    "a guess": replace(request("r"), prediction=(1 << 40,)),
+    "an answer": replace(request("r"), resumed_token_ids=((1 << 40,),)),
+    "a choice": replace(request("r"), finished_choices=(7,)),
+    "beams": replace(request("r"), beam=BeamParams(width=1 << 40)),
+    "a long name": replace(request("r"), tenant="x" * 5000),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_request_that_no_server_would_make_ends_with_an_error_and_reaches_no_engine(name: str) -> None:
+    own, link, engine = session()
+    own._wrong_in = lambda asked: wrong_in(asked, PLAN)
+    own.receive(ODD[name])
+    (output,) = link.got[-1].step.outputs
+    assert (output.finish, output.culprit) == ("error", True)
+    assert output.error.startswith("the node cannot compute it: it has ")
+    assert len(output.error) < 200
+    assert not engine.live
+    own.receive(request("good"))
+    assert list(engine.live) == ["good"]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        request("r", n=1_000_000),
+        request("r", n=0),
+        request("x" * 5000),
+        replace(request("r"), resumed_token_ids=((),) * 9),
+    ],
+    ids=["a million choices", "no choice", "a long name", "answers of other choices"],
+)
+def test_a_request_that_no_refusal_fits_ends_the_connection(odd: GenerationRequest) -> None:
+    own, link, engine = session()
+    with pytest.raises(ProtocolError, match="a request"):
+        own.receive(odd)
+    assert not engine.live
+    assert not link.got
