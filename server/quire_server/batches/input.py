@@ -5,6 +5,8 @@ Must not know: HTTP, routes.
 
 from __future__ import annotations
 
+import math
+import time
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -60,13 +62,16 @@ def read_lines(
     max_line_bytes: int,
     knows_model: Callable[[str | None], bool],
     found: Inspection,
+    turn_seconds: float = math.inf,
 ) -> Iterator[list[Line]]:
     """The lines of an input file, some thousand at once; what is wrong with the file is added to `found`.
 
+    A list has the lines of at most `turn_seconds` of reading, and may be empty where all were wrong.
     `endpoint`: of every line; empty: each line has its own. Empty lines count as lines, but not as requests. Raises
     OSError.
     """
     lines: list[Line] = []
+    turn_ends = time.monotonic() + turn_seconds
     with path.open("rb") as content:
         offset, number = 0, 0
         while raw := content.readline(max_line_bytes + 1):
@@ -87,9 +92,9 @@ def read_lines(
             offset += len(raw)
             if len(found.problems) >= MAX_PROBLEMS:
                 return
-            if len(lines) >= _CHUNK:
+            if len(lines) >= _CHUNK or time.monotonic() >= turn_ends:
                 yield lines
-                lines = []
+                lines, turn_ends = [], time.monotonic() + turn_seconds
     if lines:
         yield lines
     if not found.num_lines:

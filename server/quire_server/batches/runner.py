@@ -19,14 +19,14 @@ from typing import Any
 
 import msgspec
 
-from quire_server.batches.input import MAX_LINES, Inspection, read_lines, request_of
+from quire_server.batches.checking import TROUBLE_SECONDS, InputChecks
+from quire_server.batches.input import request_of
 from quire_server.batches.records import Batch, Line, Owner, Status
 from quire_server.batches.store import BatchStore
 from quire_server.batches.usage import usage_of
 
 TICK_SECONDS = 1.0  # between two looks at the clock: batches expire, live requests come and go
 SWEEP_SECONDS = 300.0  # between two deletions of expired files
-TROUBLE_SECONDS = 5.0  # after a failure of the disk
 QUIET_SECONDS = 2.0  # without a live request, after which all seats are for lines
 LEAST_WAIT, MOST_WAIT = 0.1, 30.0  # seconds before a line that was refused for now is sent again
 MAX_FAILURES = 3  # of the server itself, until its error is the line's result
@@ -83,29 +83,35 @@ class BatchRunner:
         self._server = server
         self._work: dict[str, _Work] = {}  # by batch
         self._changed = asyncio.Event()
+        self._checks = InputChecks(
+            store, max_line_bytes=server.max_line_bytes, knows_model=server.knows_model, on_end=self.wake
+        )
         self._live_at = -QUIET_SECONDS
         self._swept_at = -SWEEP_SECONDS
 
     def wake(self) -> None:
-        """A batch has come, or is to be cancelled."""
+        """Look again: a batch has come, its input has been checked, or it is to be cancelled."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Run until cancelled. A failure of the disk is logged, and tried again."""
+        """Run until cancelled. A failure is logged, and tried again."""
+        checking = asyncio.create_task(self._checks.run(), name="batch-checks")
         try:
             while True:
                 self._changed.clear()  # before the round, which may end lines that it has looked at already
                 try:
                     await self._round()
-                except (OSError, sqlite3.Error) as error:
-                    log.error("batches wait for %g s: %s", TROUBLE_SECONDS, error)
+                except Exception as error:
+                    is_disk = isinstance(error, OSError | sqlite3.Error)
+                    log.error("batches wait for %g s: %s", TROUBLE_SECONDS, error, exc_info=not is_disk)
                     await asyncio.sleep(TROUBLE_SECONDS)
                     continue
                 with suppress(TimeoutError):
                     async with asyncio.timeout(TICK_SECONDS):  # `wait_for` of Python 3.11 may lose a cancellation
                         await self._changed.wait()
         finally:
-            await self._stop(*self._work.values())
+            checking.cancel()
+            await asyncio.gather(checking, self._stop(*self._work.values()), return_exceptions=True)
 
     async def _round(self) -> None:
         """Bring every unfinished batch as far as it can get now."""
@@ -124,20 +130,22 @@ class BatchRunner:
 
     async def _advance(self, batch: Batch) -> None:
         if batch.status in ("finalizing", "cancelling"):
-            await self._end(batch.id)
+            await self._end(batch)
         elif batch.expires_at <= self._store.now():
-            await self._end(batch.id, "expired")
+            await self._end(batch, "expired")
         elif batch.status == "validating":
-            await self._validate(batch)
+            self._checks.add(batch)
         else:
             work = self._work.setdefault(batch.id, _Work(batch=batch))
             work.batch = batch
             await self._know_lines(work)
             if work.is_read and not work.known and not work.running:
-                await self._end(batch.id, "completed")
+                await self._end(batch, "completed")
 
-    async def _end(self, batch_id: str, ends_as: Status | None = None) -> None:
+    async def _end(self, unfinished_batch: Batch, ends_as: Status | None = None) -> None:
         """Stop the lines of a batch and write its files."""
+        batch_id = unfinished_batch.id
+        await self._checks.drop(unfinished_batch)
         work = self._work.pop(batch_id, None)
         if work is not None:
             await self._stop(work)
@@ -154,36 +162,6 @@ class BatchRunner:
         ended = await self._store.run(self._store.finalize, batch_id, unfinished, usage_of)
         if ended is not None:
             log.info("%s is %s: %d of %d lines answered", ended.id, ended.status, ended.completed, ended.total)
-
-    async def _validate(self, batch: Batch) -> None:
-        """Read the whole input, and begin the batch or let it fail."""
-        store, found = self._store, Inspection()
-        await store.run(store.forget_lines, batch.id)
-        chunks = read_lines(
-            store.content(batch.input_file),
-            endpoint=batch.endpoint,
-            max_lines=MAX_LINES if batch.endpoint else None,
-            max_line_bytes=self._server.max_line_bytes,
-            knows_model=self._server.knows_model,
-            found=found,
-        )
-        try:
-            while (lines := await asyncio.to_thread(next, chunks, None)) is not None:
-                for line in await store.run(store.add_lines, batch.id, lines):
-                    found.add("duplicate_custom_id", f"another line has it: {line.custom_id[:96]}", line=line.number)
-        except FileNotFoundError:  # taken from the folder by another program
-            found.add("file_not_found", "the input file is gone")
-        if found.problems:
-            await store.run(store.fail, batch.id, found.problems)
-            log.info("%s failed: %s", batch.id, found.problems[0].message)
-            return
-
-        def begin() -> Batch | None:
-            return store.begin(batch.id, model=found.model)
-
-        begun = await store.run(begin)
-        if begun is not None:
-            await self._advance(begun)
 
     async def _know_lines(self, work: _Work) -> None:
         if work.is_read or len(work.known) > _AHEAD // 2:

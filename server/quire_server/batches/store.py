@@ -203,8 +203,15 @@ class BatchStore:
 
     # -- The lines of a batch
 
-    def forget_lines(self, batch_id: str) -> None:
-        """Before its input is read, or is read again."""
+    def begin_check(self, batch_id: str) -> bool:
+        """Forget the lines that were read of a batch's input; False where it does not wait for its check any more."""
+        batch = self.batch(batch_id)
+        if batch is None or batch.status != "validating":
+            return False
+        self._forget_lines(batch_id)
+        return True
+
+    def _forget_lines(self, batch_id: str) -> None:
         with self._changes():
             self._db.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
 
@@ -235,7 +242,7 @@ class BatchStore:
         batch = self.batch(batch_id)
         if batch is None or batch.status != "validating":
             return
-        self.forget_lines(batch_id)
+        self._forget_lines(batch_id)
         self._enter(replace(batch, problems=tuple(problems)), "failed")
 
     def open_lines(self, batch_id: str, *, after: int, limit: int) -> list[Line]:
