@@ -474,6 +474,7 @@ def _make_executor(  # noqa: PLR0917 - the parts of an engine
         rows=rows,
         waited=None if leader is None else leader.waited,
         others=others,
+        **({} if surviving is None else {"commit": surviving.commit_next}),
     )
     swap_seconds = executor.swap_seconds() if resolved.num_host_blocks else 0.0
     host_keys: tuple[bytes, ...] = ()

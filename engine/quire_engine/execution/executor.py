@@ -99,15 +99,18 @@ class Executor:
         host: HostBlocks | None = None,
         faults: FaultPoints | None = None,
         waited: RankSeconds | None = None,
+        commit: Callable[[], int] = lambda: 0,
     ) -> None:
         """Without `host` batches that swap fail. `faults` happen before whatever is computed.
 
-        `waited`: how long each rank has waited for the others by now, where there are several.
+        `waited`: how long each rank has waited for the others by now, where there are several. `commit`: commits one
+        more page of the pool's memory, and tells how many are left.
         """
         self.max_in_flight = runner.max_in_flight
         self._waited = waited
         self._waited_before = () if waited is None else waited()
         self._runner, self._kv, self._host, self._faults = runner, kv, host, faults
+        self._commit = commit
         self._in_flight: deque[BegunStep] = deque()
 
     def execute(self, batch: Batch, *, graphs: bool = True) -> StepResult:
@@ -168,13 +171,15 @@ class Executor:
             _log.info("%d graphs of steps are left to be captured, when the server is idle or a step needs them", left)
 
     def prepare(self) -> int:
-        """Capture one graph before a step needs it; how many are left. 0 with a step in flight."""
-        return 0 if self._in_flight else self._runner.capture_next()
+        """Capture one graph or commit one page before a step needs it; how many are left. 0 with a step in flight."""
+        if self._in_flight:
+            return 0
+        return self._runner.capture_next() or self._commit()
 
     def capture_ahead(self, seconds: float) -> int:
         """Capture such graphs until none is left or the time is up; how many are left."""
         end = time.monotonic() + seconds
-        while (left := self.prepare()) and time.monotonic() < end:
+        while (left := self._runner.capture_next()) and time.monotonic() < end:
             pass
         return left
 
@@ -267,11 +272,12 @@ def make_executor(
     rows: PoolRows | None = None,
     waited: RankSeconds | None = None,
     others: Told | None = None,
+    commit: Callable[[], int] = lambda: 0,
 ) -> Executor:
     """`num_blocks`: those that are scheduled; `kv` has `spare_blocks` more, and behind those `staging_blocks_for` so
     many host blocks. `ahead`: launch before the last is done. `drafts`: some steps have them.
-    `rows`: of the blocks of all ranks, where the pool is that of one. `waited`: as `Executor` has it. `others`: ranks
-    on devices of their own."""
+    `rows`: of the blocks of all ranks, where the pool is that of one. `others`: ranks on devices of their own.
+    `waited`, `commit`: as `Executor` has them."""
     placed = None if adapters is None else adapters.placed
     planted = FaultPoints(faults, kv.tensor, limits.block_size) if faults else None
     host: HostBlocks | None = None
@@ -280,7 +286,7 @@ def make_executor(
             raise ConfigError("enable_lora: adapters of a GPU take kernels that compute a step beside the host")
         host = HostKV(rows or PoolRows(kv.tensor), num_host_blocks) if num_host_blocks else None
         runner = Runner(decoder, kv.tensor, limits.block_size, device, grammars=grammars, adapters=adapters)
-        return Executor(runner, kv, host=host, faults=planted, waited=waited)
+        return Executor(runner, kv, host=host, faults=planted, waited=waited, commit=commit)
     cuda = CudaDevice(device)
     gpu_runner = GpuRunner(
         decoder,

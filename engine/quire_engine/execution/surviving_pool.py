@@ -7,11 +7,9 @@ gone with them. Must not know: requests.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import logging
 import os
-import threading
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -22,14 +20,14 @@ import torch
 from torch import Tensor
 
 from quire_engine.block_record import HeldBlock
-from quire_engine.execution.packed.image import HUGE_PAGE, MappedFile
+from quire_engine.execution.packed.image import HUGE_PAGE, MappedFile, commit_huge
 
 _log = logging.getLogger(__name__)
 _MAGIC = b"quire kv pool 001"
 _DIGEST_BYTES = sha256().digest_size
 _MOST_SCOPES, _SCOPE_BYTES = 1024, 256  # a scope's number is its place; its first two bytes are its length
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # no process can cut it off under another one
-_IDLE_SHARE = 4  # the thread that commits pages rests for so many times as long as it works
+_START_SECONDS = 0.25  # of a start in which pages are committed; an idle engine goes on with them
 
 
 def held_bytes(fd: int | None) -> int:
@@ -76,6 +74,7 @@ class SurvivingPool:
             self.clear()
             head[: len(name)] = name
         self._number_of = {text: number for number, text in enumerate(self._known_scopes())}
+        self._committed_to = self._pool_at
 
     def found(self) -> Iterator[HeldBlock]:
         """See `BlockRecord`, in the order of the blocks."""
@@ -108,21 +107,23 @@ class SurvivingPool:
         """Believe nothing that the process before has left."""
         self._all_counts.zero_()
 
-    def commit(self) -> None:
-        """Commit the pool's pages in huge ones, where the system has them, in a thread that leaves most time to others.
+    def commit_next(self) -> int:
+        """Commit one more huge page of the pool, in the order in which blocks are taken; how many are left.
 
-        The pages keep their contents. Without it a page is committed by the first write to it, in small ones.
+        The page keeps its contents. 0 also where the system has no huge page for it: the pages that are left are then
+        committed by the first writes to them, in small ones.
         """
-        threading.Thread(target=self._commit, name="commit pool", daemon=True).start()
+        end = self._mapped.bytes.numel()
+        if self._committed_to < end:
+            done = commit_huge(self._mapped.bytes.data_ptr() + self._committed_to)
+            self._committed_to = self._committed_to + HUGE_PAGE if done else end
+        return (end - self._committed_to) // HUGE_PAGE
 
-    def _commit(self) -> None:
-        address, mapped = self._mapped.bytes.data_ptr(), self._mapped
-        for begin in range(self._pool_at, mapped.bytes.numel(), HUGE_PAGE):
-            started = time.perf_counter()
-            ok = _libc.madvise(address + begin, HUGE_PAGE, _POPULATE_WRITE) == 0
-            if not ok or _libc.madvise(address + begin, HUGE_PAGE, _COLLAPSE) != 0:
-                return
-            time.sleep(_IDLE_SHARE * (time.perf_counter() - started))
+    def commit_for(self, seconds: float) -> None:
+        """Commit huge pages until none is left or the time is up."""
+        until = time.monotonic() + seconds
+        while self.commit_next() and time.monotonic() < until:
+            pass
 
     def _write(self, block: int, content: bytes, group: int, scope: str, count: int) -> None:
         number = self._number(scope)
@@ -169,7 +170,7 @@ def open_surviving(
         return None
     finally:
         os.close(fd)
-    pool.commit()
+    pool.commit_for(_START_SECONDS)
     return pool
 
 
@@ -181,8 +182,3 @@ def _make(fd: int, num_bytes: int) -> None:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     elif size != num_bytes:
         raise OSError(f"its file has {size} bytes, and the pool needs {num_bytes}")
-
-
-_POPULATE_WRITE, _COLLAPSE = 23, 25  # Linux 5.14, 6.1
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

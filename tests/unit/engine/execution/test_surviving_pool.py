@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from quire_engine.block_record import HeldBlock
+from quire_engine.execution import surviving_pool
+from quire_engine.execution.packed.image import HUGE_PAGE, MappedFile, commit_huge
 from quire_engine.execution.surviving_pool import SurvivingPool, held_bytes, open_surviving
 from quire_server.engine.memory_files import PoolMemory
 
@@ -28,6 +32,28 @@ def memory() -> Iterator[PoolMemory]:
     memory = PoolMemory()
     yield memory
     memory.close()
+
+
+def huge_bytes(address: int) -> int:
+    """Bytes of the mapping at an address that are mapped by huge pages."""
+    inside, found = False, 0
+    with open("/proc/self/smaps", encoding="ascii") as file:
+        for line in file:
+            if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+            elif inside and line.startswith(("ShmemPmdMapped:", "FilePmdMapped:")):
+                found += int(line.split()[1]) << 10
+    return found
+
+
+def makes_huge_pages() -> bool:
+    fd = os.memfd_create("huge")
+    try:
+        os.ftruncate(fd, HUGE_PAGE)
+        mapped = MappedFile(fd, HUGE_PAGE, writable=True)
+        return commit_huge(mapped.bytes.data_ptr())
+    finally:
+        os.close(fd)
 
 
 def opened(memory: PoolMemory, key: bytes = KEY, **sizes: int) -> SurvivingPool:
@@ -120,6 +146,8 @@ def test_nobody_else_may_read_it_and_it_is_gone_with_its_holder(memory: PoolMemo
 
 WRITER = """
 import os, sys
+from quire_engine.execution import surviving_pool
+from quire_engine.execution.packed.image import HUGE_PAGE, MappedFile, commit_huge
 from quire_engine.execution.surviving_pool import SurvivingPool
 pool = SurvivingPool(int(sys.argv[1]), b"key", num_blocks=40, block_bytes=5000, block_size=8)
 print("ready", flush=True)
@@ -155,7 +183,50 @@ def test_a_process_that_is_killed_in_the_middle_leaves_no_lie(memory: PoolMemory
 def test_committing_changes_nothing(memory: PoolMemory) -> None:
     pool = opened(memory, num_blocks=1000)
     pool.memory[::4096] = 9
-    pool._commit()
+    pool.commit_for(60.0)
+    assert pool.commit_next() == 0
     assert int(pool.memory.sum(dtype=torch.int64)) == 9 * len(range(0, pool.memory.numel(), 4096))
     assert held_bytes(memory.for_next_engine()) >= pool.memory.numel()
     assert held_bytes(None) == 0
+
+
+@pytest.mark.skipif(not makes_huge_pages(), reason="this system makes no huge pages of files of memory")
+def test_each_piece_is_one_huge_page_of_which_none_was_a_small_one_before(memory: PoolMemory) -> None:
+    pool = opened(memory, num_blocks=4000)  # 19.1 MiB: ten huge pages
+    fd, start = memory.for_next_engine(), pool.memory.data_ptr()
+    beside = held_bytes(fd)  # of the record
+    assert huge_bytes(start) == 0
+    left = [pool.commit_next() for _ in range(4)]
+    assert left == [9, 8, 7, 6]
+    assert huge_bytes(start) == 4 * HUGE_PAGE
+    assert held_bytes(fd) == beside + 4 * HUGE_PAGE  # the rest takes nothing yet
+    pool.commit_for(60.0)
+    assert huge_bytes(start) == 10 * HUGE_PAGE
+    assert not pool.memory.any()
+    again = opened(memory, num_blocks=4000)  # which finds them huge
+    assert again.commit_next() == 9
+    assert held_bytes(fd) == beside + 10 * HUGE_PAGE
+
+
+def test_a_start_commits_for_a_moment_and_leaves_the_rest_to_idle_engines(
+    memory: PoolMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces: list[int] = []
+    monkeypatch.setattr(surviving_pool, "commit_huge", lambda address: pieces.append(address) or True)
+    monkeypatch.setattr(surviving_pool, "time", SimpleNamespace(monotonic=iter([0.0, 0.1, 0.2, 0.3]).__next__))
+    fd = memory.for_next_engine()
+    assert fd is not None
+    pool = open_surviving(os.dup(fd), KEY, is_wanted=True, **{**SIZES, "num_blocks": 4000})
+    assert pool is not None
+    start = pool.memory.data_ptr()
+    assert pieces == [start + number * HUGE_PAGE for number in range(3)]  # a quarter of a second
+    assert [pool.commit_next() for _ in range(8)] == [6, 5, 4, 3, 2, 1, 0, 0]
+    assert len(pieces) == 10
+
+
+def test_a_system_without_huge_pages_is_asked_once(memory: PoolMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(surviving_pool, "commit_huge", lambda address: bool(asked.append(address)))
+    pool = opened(memory, num_blocks=4000)
+    assert [pool.commit_next() for _ in range(3)] == [0, 0, 0]
+    assert len(asked) == 1
