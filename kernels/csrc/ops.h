@@ -83,6 +83,9 @@ QUIRE_API Context* quire_create(int32_t threads, const int32_t* cpus);
 QUIRE_API void quire_destroy(Context* context);
 QUIRE_API int32_t quire_threads(const Context* context);
 
+// Where ops of the context fetch from now on what they read once. No result depends on it.
+QUIRE_API void quire_fetch(Context* context, Fetch fetch);
+
 // From now on the context's products are divided: this process is rank `rank` of `size`, and `gather(self, ...)` gives
 // it what the others computed. All ranks call the same ops with the same arguments, but for their own heads.
 QUIRE_API void quire_join(Context* context, int32_t rank, int32_t size, GatherColumns gather, void* self);

@@ -23,6 +23,8 @@ from quire_kernels.stored import StoredKind, StoredMatrix
 Quantization = Literal["int8", "int4"]
 # Types of the KV pool: the model's dtype, or int8 or fp8 (e4m3) with a scale for every token and head.
 KVType = Literal["auto", "int8", "fp8"]
+# Where a CPU fetches what a step reads once, such as the weights of a step of one row.
+Fetch = Literal["past caches", "second level"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -591,6 +593,9 @@ class KernelSet:
     join_columns(own [T, C]) -> [T, ranks * C], or None
         For models that no program describes, whose attention is called op by op: the columns of all ranks, in their
         order. All ranks call it with equal shapes. Set with `join`; before that call the result is `own`.
+    fetch(where) -> None, or None
+        From the next call on, what a step reads once is fetched to there, such as the weights of a step of one row. A
+        set chooses for its CPU by itself: this is for measurements. No result depends on it.
     part_of(w, rows) -> LinearWeight, or None
         A packed matrix as some rows of one that has so many, whose product it computes as that one's: for sets that
         `divided` divides among ranks on devices. A gate-up pair has the rows of both.
@@ -642,6 +647,7 @@ class KernelSet:
     # Whether attention's launches depend only on the numbers of rows and sequences and on bounds of lengths. Then it
     # also handles sequences without rows, and rows without a sequence, whose results are undefined.
     bounded_attention: bool = False
+    fetch: Callable[[Fetch], None] | None = None
     own_threads: bool = False  # computes with workers of its own, so that torch needs only one thread
     variant: str = ""  # the instruction set it is compiled for, if there are several
     why_variant: str = ""  # the reason for it, for operators

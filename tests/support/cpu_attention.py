@@ -30,7 +30,8 @@ class Kernels:
 
     def __init__(self, variant, *, threads: int, kv_type: str) -> None:
         self.kv_type = kv_type
-        self.ops = CpuAttention(Context(load_library(variant), threads), kv_type)
+        self.context = Context(load_library(variant), threads)
+        self.ops = CpuAttention(self.context, kv_type)
 
 
 class Sequences:

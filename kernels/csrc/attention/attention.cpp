@@ -143,7 +143,7 @@ bool attend(Context* context, const AttentionShape& shape, const KvPool& pool, i
     char* own = context->own[static_cast<size_t>(worker)].data();
     float* part = reinterpret_cast<float*>(own);
     float* total = reinterpret_cast<float*>(own + state_bytes);
-    Walk<Kv> walk(own + 2 * state_bytes, plan.most_rows, shape, pool, step, layer);
+    Walk<Kv> walk(own + 2 * state_bytes, plan.most_rows, shape, pool, step, layer, context->fetch);
     Piece piece;
     while (workers.first.take(worker, num_items, 1, &piece)) {
       const Item& item = item_at(piece.begin);

@@ -53,7 +53,7 @@ class AmxKv {
     return 2 * d * 4 + (kGroupRows * kTile + kTile * d + kTileUnits * kBlock + rows * query_stride(d)) * 2;
   }
 
-  AmxKv(char* scratch, int64_t rows, int64_t d, float scale)
+  AmxKv(char* scratch, int64_t rows, int64_t d, float scale, Fetch)
       : d_(d),
         steps_(d / 2),
         blocks_((steps_ + kTileDepth - 1) / kTileDepth),

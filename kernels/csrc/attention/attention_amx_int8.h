@@ -28,8 +28,8 @@ class AmxInt8Kv : public Int8Kv {
            rows * query_stride(d);
   }
 
-  AmxInt8Kv(char* scratch, int64_t rows, int64_t d, float scale)
-      : Int8Kv(scratch, rows, d, scale),
+  AmxInt8Kv(char* scratch, int64_t rows, int64_t d, float scale, Fetch fetch)
+      : Int8Kv(scratch, rows, d, scale, fetch),
         quads_of_d_(d / 4),
         blocks_((quads_of_d_ + kTileDepth - 1) / kTileDepth),
         stride_(query_stride(d)),

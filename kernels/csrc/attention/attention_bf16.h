@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "attention/attention_tile.h"
+#include "simd/prefetch.h"
 
 namespace quire {
 
@@ -21,7 +22,7 @@ class Bf16Kv {
     return (rows * d + kBlockRows * kTile) * static_cast<int64_t>(sizeof(PairFactor)) + 2 * d * 4;
   }
 
-  Bf16Kv(char* scratch, int64_t rows, int64_t d, float scale)
+  Bf16Kv(char* scratch, int64_t rows, int64_t d, float scale, Fetch)
       : d_(d),
         scale_(scale),
         edges_(reinterpret_cast<uint32_t*>(scratch)),

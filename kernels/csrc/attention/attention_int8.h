@@ -9,6 +9,7 @@
 
 #include "attention/attention_quantize.h"
 #include "attention/attention_tile.h"
+#include "simd/prefetch.h"
 
 namespace quire {
 
@@ -22,9 +23,10 @@ class Int8Kv {
     return kMostGroupRows * kTile * 6 + rows * (2 * d + kHeader * 4);
   }
 
-  Int8Kv(char* scratch, int64_t rows, int64_t d, float scale)
+  Int8Kv(char* scratch, int64_t rows, int64_t d, float scale, Fetch fetch)
       : d_(d),
         scale_(scale),
+        fetch_(fetch),
         scaled_(reinterpret_cast<float*>(scratch)),
         headers_(scaled_ + kMostGroupRows * kTile),
         weights_(reinterpret_cast<uint8_t*>(headers_ + rows * kHeader)),
@@ -71,7 +73,9 @@ class Int8Kv {
       with_count<kVecs>(std::min(kVecs, group.last_unit() - u), [&](auto vecs) {
         for (int r = 0; r < group.rows; r += kRows) {
           with_count<kRows>(std::min(kRows, group.rows - r), [&](auto rows) {
-            score_block<rows.value, vecs.value>(u, group.first_row + r, s + r * kTile + u * kUnit);
+            with_fetch(fetch_, [&](auto second) {
+              score_block<rows.value, vecs.value, second>(u, group.first_row + r, s + r * kTile + u * kUnit);
+            });
           });
         }
       });
@@ -115,7 +119,10 @@ class Int8Kv {
       with_count<kVecs>(std::min(kVecs, vecs - v), [&](auto count) {
         for (int r = 0; r < group.rows; r += kRows) {
           with_count<kRows>(std::min(kRows, group.rows - r), [&](auto rows) {
-            value_block<rows.value, count.value>(begin, end, r, v * kLanes, fade, values + r * stride, stride);
+            with_fetch(fetch_, [&](auto second) {
+              value_block<rows.value, count.value, second>(begin, end, r, v * kLanes, fade, values + r * stride,
+                                                           stride);
+            });
           });
         }
       });
@@ -141,7 +148,7 @@ class Int8Kv {
   // 256 * high + low; both sums are below 2^23, in heads of up to 512.
   static Vec joined(Ints high, Ints low) { return vfma(to_vec(high), vset(256.0f), to_vec(low)); }
 
-  template <int kRowCount, int kVecCount>
+  template <int kRowCount, int kVecCount, bool kToSecond>
   void score_block(int unit, int64_t first_row, float* s) const {
     const char *const *units = units_ + unit, *const *next = next_ + unit;
     Ints high[kRowCount][kVecCount], low[kRowCount][kVecCount];
@@ -157,7 +164,7 @@ class Int8Kv {
       Ints k[kVecCount];
       for (int v = 0; v < kVecCount; ++v) {
         k[v] = iload(units[v] + i * kUnit);
-        __builtin_prefetch(next[v] + i * kUnit);
+        prefetch_line<kToSecond>(next[v] + i * kUnit);
       }
       for (int r = 0; r < kRowCount; ++r) {
         const int8_t* query = queries_ + (first_row + r) * 2 * d_ + i;
@@ -177,7 +184,7 @@ class Int8Kv {
     }
   }
 
-  template <int kRowCount, int kVecCount>
+  template <int kRowCount, int kVecCount, bool kToSecond>
   void value_block(int begin, int end, int row, int64_t column, const float* fade, float* values,
                    int64_t stride) const {
     Ints high[kRowCount][kVecCount], low[kRowCount][kVecCount];
@@ -189,7 +196,7 @@ class Int8Kv {
       Ints x[kVecCount];
       for (int v = 0; v < kVecCount; ++v) {
         x[v] = iload(at + v * 4 * kLanes);
-        __builtin_prefetch(next + v * 4 * kLanes);
+        prefetch_line<kToSecond>(next + v * 4 * kLanes);
       }
       for (int r = 0; r < kRowCount; ++r) {
         const uint8_t* weights = weights_ + (row + r) * 2 * kTile + 4 * i;
@@ -211,10 +218,11 @@ class Int8Kv {
 
   const int64_t d_;
   const float scale_;
-  float* scaled_;     // [kMostGroupRows][kTile]
-  float* headers_;    // [rows][kHeader]
-  uint8_t* weights_;  // [kMostGroupRows][2][kTile], high bytes then low ones
-  int8_t* queries_;   // [rows][2][d]
+  const Fetch fetch_;  // of the tile that follows
+  float* scaled_;      // [kMostGroupRows][kTile]
+  float* headers_;     // [rows][kHeader]
+  uint8_t* weights_;   // [kMostGroupRows][2][kTile], high bytes then low ones
+  int8_t* queries_;    // [rows][2][d]
   float steps_[kMostGroupRows] = {};
   const char* units_[kTileUnits] = {};
   const char* quads_[kTile / 4] = {};  // values of four positions each

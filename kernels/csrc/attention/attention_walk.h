@@ -65,7 +65,7 @@ class Walk {
   }
 
   Walk(char* scratch, int64_t rows, const AttentionShape& shape, const KvPool& pool, const AttentionStep& step,
-       int64_t layer)
+       int64_t layer, Fetch fetch)
       : shape_(shape),
         pool_(pool),
         step_(step),
@@ -75,7 +75,7 @@ class Walk {
         scores_(reinterpret_cast<float*>(scratch)),
         ranges_(reinterpret_cast<Range*>(scores_ + kGroupRows * kTile)),
         kv_(reinterpret_cast<char*>(ranges_) + aligned(rows * static_cast<int64_t>(sizeof(Range))), rows,
-            shape.head_dim, shape.scale * kLog2E) {}
+            shape.head_dim, shape.scale * kLog2E, fetch) {}
 
   void set_queries(const Task& task, const Heads& heads, const bf16* q) {
     int64_t row = 0;

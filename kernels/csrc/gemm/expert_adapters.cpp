@@ -8,7 +8,13 @@ namespace quire {
 
 ExpertAdapters::ExpertAdapters(Context& context, const StepAdapters& step, int64_t site, const PairOrder& pairs,
                                int64_t top_k, const Linear& w, const bf16* from, int64_t chosen)
-    : pool_(context.pool), pairs_(pairs), from_(from), chosen_(chosen), k_(w.k), columns_(w.columns) {
+    : pool_(context.pool),
+      fetch_(context.fetch),
+      pairs_(pairs),
+      from_(from),
+      chosen_(chosen),
+      k_(w.k),
+      columns_(w.columns) {
   for (int64_t slot = 0; slot < step.count; ++slot) width_ = std::max(width_, step.adapters[slot][site].rank);
   if (width_ == 0 || pairs.count == 0) return;
   chunks_ = (width_ + kItemRanks - 1) / kItemRanks;
@@ -80,7 +86,7 @@ void ExpertAdapters::run(int worker) const {
       std::fill(filled + columns_, filled + k_, bf16{0});
       rows[i] = filled;
     }
-    shrink_group(a, k_, rows, out, end - begin, first, a.shrink);
+    shrink_group(a, k_, rows, out, end - begin, first, a.shrink, fetch_);
     pool_.third.finish(1);
   }
 }

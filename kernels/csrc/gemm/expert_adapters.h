@@ -31,6 +31,7 @@ class ExpertAdapters {
 
  private:
   Pool& pool_;
+  const Fetch fetch_;
   const PairOrder& pairs_;
   const bf16* const from_;
   const int64_t chosen_, k_, columns_;

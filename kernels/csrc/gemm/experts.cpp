@@ -166,7 +166,7 @@ class Product {
                                              : reinterpret_cast<const char*>(from_ + first * stack_.all.columns);
         const Rows given{rows, data, reinterpret_cast<const float*>(memory + scales_) + first,
                          reinterpret_cast<const int32_t*>(memory + sums_) + first * groups_};
-        Deal deal(queue, product * panels, panels);
+        Deal deal(queue, product * panels, panels, context.fetch);
         const Linear whole = stack_.at(expert);
         Output to{epilogue, out + first * stride, stride, nullptr};
         to.whole = &whole;

@@ -52,10 +52,4 @@ int64_t gemm_scratch_bytes(const Linear& w, int64_t m);
 // matrix that is stacked.
 void gemm_worker(Deal& pieces, int worker, const Linear& w, const Rows& rows, const Output& out, char* scratch);
 
-inline void gemm_worker(Pieces& pieces, int worker, const Linear& w, const Rows& rows, const Output& out,
-                        char* scratch) {
-  Deal deal(pieces);
-  gemm_worker(deal, worker, w, rows, out, scratch);
-}
-
 }  // namespace quire

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "runtime/pool.h"
+#include "simd/prefetch.h"
 
 namespace quire {
 
@@ -27,10 +28,11 @@ struct PanelQueue {
 
 class Deal {
  public:
-  explicit Deal(Pieces& pieces) : pieces_(pieces) {}
+  // `fetch`: of panels that are read once.
+  Deal(Pieces& pieces, Fetch fetch) : fetch(fetch), pieces_(pieces) {}
   // Of the queue's panels those of one product, `panels` from `first` on, until one of another product follows.
-  Deal(PanelQueue& queue, int64_t first, int64_t panels)
-      : pieces_(queue.pieces), queue_(&queue), first_(first), panels_(panels) {}
+  Deal(PanelQueue& queue, int64_t first, int64_t panels, Fetch fetch)
+      : fetch(fetch), pieces_(queue.pieces), queue_(&queue), first_(first), panels_(panels) {}
 
   // A panel that is dealt among those of others is not shared with other workers.
   int64_t workers() const { return queue_ == nullptr ? pieces_.workers() : 1; }
@@ -48,6 +50,8 @@ class Deal {
     *piece = {at_, at_ + 1, next_};
     return true;
   }
+
+  const Fetch fetch;
 
  private:
   bool is_own(int64_t panel) const { return panel >= first_ && panel < first_ + panels_; }

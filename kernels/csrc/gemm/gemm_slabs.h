@@ -30,7 +30,7 @@ class Fetching {
         brought_from_(ahead.at),
         brought_(ahead.lines > 0 ? ahead.per_step * kTileDepth : 0) {}
 
-  // Inlined at once: gcc takes a function that only prefetches for one without effects, and leaves out its calls.
+  // Inlined for the reason of `prefetch`.
   [[gnu::always_inline]] void with(int64_t slab) const {
     if (cold_ != Cold::kNo) {
       const int64_t next = slab + kDistance;

@@ -133,8 +133,8 @@ class StoredTiles {
         offsets_(scales_ + kStoredSliceGroups * kPanelRows),
         decoded_(reinterpret_cast<char*>(offsets_ + kStoredSliceGroups * kPanelRows)) {}
 
-  // `brought`: the panel's first slice is in the cache; `after`: what the worker will read next, or null.
-  void multiply(bool brought, const char* after) const {
+  // `cold`: of the panel's first slice; `after`: what the worker will read next, or null.
+  void multiply(Cold cold, const char* after) const {
     const StoredLayout& layout = panel_.layout;
     const int64_t most = kStoredSliceSteps / layout.steps;
     const int64_t slice = layout.group >= most ? most : most / layout.group * layout.group;
@@ -145,10 +145,10 @@ class StoredTiles {
       if (layout.group > most) to = std::min(to, end_of_group);
       const bool last = to == layout.blocks;
       const char* next = last ? after : panel_.start + layout.block_at(to);
-      decode_stored(panel_, codes_, from, to, decoded_, kTileBytes, kVecBytes, brought ? Cold::kNo : Cold::kOnce,
+      decode_stored(panel_, codes_, from, to, decoded_, kTileBytes, kVecBytes, cold,
                     after == nullptr ? panel_.start : after);
       multiply_slice(from, to, next);
-      brought = true;
+      cold = Cold::kNo;
       from = to;
     }
   }
@@ -265,7 +265,8 @@ void gemm_stored_tiles(Deal& pieces, int worker, const Linear& w, const Rows& ro
     const int64_t panel = piece.begin % num_panels, chunk = piece.begin / num_panels;
     const int64_t begin = chunks.begin(chunk), end = chunks.begin(chunk + 1);
     const StoredTiles<Kind> work(w, rows, blocks, begin, end, panel, scratch);
-    work.multiply(piece.begin == fetched, piece.next < 0 ? nullptr : panel_at(w, piece.next % num_panels));
+    const Cold cold = first_of(1, piece.begin == fetched, pieces.fetch);
+    work.multiply(cold, piece.next < 0 ? nullptr : panel_at(w, piece.next % num_panels));
     for (int64_t block = begin; block < end; ++block) {
       const int64_t row = block * blocks.height, live = blocks.live(block);
       const int64_t upper = std::min(live, blocks.first);

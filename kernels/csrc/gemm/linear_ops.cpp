@@ -117,20 +117,22 @@ void with_own(const Context& context, const Input& in, Output out, int worker, c
 }
 
 // The panels of a matrix that are in `ranges`, by every worker.
-void multiply_panels(Pool& pool, int worker, const Linear& w, const PanelRanges& ranges, const Rows& rows, Output out,
-                     char* own) {
+void multiply_panels(Context& context, int worker, const Linear& w, const PanelRanges& ranges, const Rows& rows,
+                     Output out, char* own) {
+  Pieces& pieces = context.pool.second;
   out.whole = &w;
   if (ranges.count == 1) {
     out.first_panel = ranges.at[0].first;
-    return gemm_worker(pool.second, worker, part_of(w, ranges.at[0]), rows, out, own);
+    Deal deal(pieces, context.fetch);
+    return gemm_worker(deal, worker, part_of(w, ranges.at[0]), rows, out, own);
   }
-  PanelQueue queue{pool.second, ranges.total()};
+  PanelQueue queue{pieces, ranges.total()};
   while (queue.fetch(worker)) {
     int64_t before = 0;
     const Panels* range = ranges.at;
     for (; queue.held.begin >= before + range->count(); ++range) before += range->count();
     out.first_panel = range->first;
-    Deal deal(queue, before, range->count());
+    Deal deal(queue, before, range->count(), context.fetch);
     gemm_worker(deal, worker, part_of(w, *range), rows, out, own);
   }
 }
@@ -148,7 +150,7 @@ void project_as(Context& context, const Linear& w, const Input& in, const Output
       char* own = context.own[static_cast<size_t>(worker)].data();
       if (in.shrinking != nullptr) in.shrinking->run(worker);
       with_own(context, in, out, worker, [&](const Output& to) {
-        multiply_panels(pool, worker, w, ranges, {in.m, in.data, nullptr, nullptr}, to, own);
+        multiply_panels(context, worker, w, ranges, {in.m, in.data, nullptr, nullptr}, to, own);
       });
     });
   }
@@ -161,7 +163,7 @@ void project_as(Context& context, const Linear& w, const Input& in, const Output
   run_prepared(context, in, w.k, sizes, prepare, [&](int worker, char* memory, char* own) {
     const Prepared<Kind> rows(w, in.m, memory);
     with_own(context, in, out, worker, [&](const Output& to) {
-      multiply_panels(pool, worker, w, ranges, {in.m, rows.data, rows.scales, rows.sums}, to, own);
+      multiply_panels(context, worker, w, ranges, {in.m, rows.data, rows.scales, rows.sums}, to, own);
     });
   });
 }
@@ -215,7 +217,7 @@ void project_stacked(Context& context, const Linear& w, const Input& in, const O
         const Run* run = runs;
         for (; queue.held.begin >= before + run->panels; ++run) before += run->panels;
         to.first_panel = run->first;
-        Deal deal(queue, before, run->panels);
+        Deal deal(queue, before, run->panels, context.fetch);
         const auto* sums = reinterpret_cast<const int32_t*>(sums_of(memory, run->part));
         gemm_worker(deal, worker, run->multiplied, {in.m, memory, nullptr, sums}, to, own);
       }

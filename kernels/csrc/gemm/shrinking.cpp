@@ -12,7 +12,7 @@ constexpr int64_t kLine = 2 * kLanes;  // values of 64 bytes
 
 // out[row][rank] of `kRows` rows and up to kRanksTogether ranks. k is a multiple of 32. `next`: what will be read after
 // this, as much again.
-template <int kRows>
+template <int kRows, bool kToSecond>
 void shrink_ranks(const LowRank& a, int64_t k, const bf16* const (&x)[kGroupRows], float* const (&out)[kGroupRows],
                   int64_t first, int64_t count, const bf16* next) {
   Vec sums[kRows][kRanksTogether];
@@ -24,7 +24,7 @@ void shrink_ranks(const LowRank& a, int64_t k, const bf16* const (&x)[kGroupRows
     weights[j] = a.shrink + (first + std::min<int64_t>(j, count - 1)) * k;  // a rank too many is computed for nothing
   }
   for (int64_t at = 0; at < k; at += kLine) {
-    unrolled<kRanksTogether>([&](auto j) { __builtin_prefetch(next + j * k + at); });
+    unrolled<kRanksTogether>([&](auto j) { prefetch_line<kToSecond>(next + j * k + at); });
     unrolled<2>([&](auto half) {
       const int64_t from = at + half * kLanes;
       Vec w[kRanksTogether];
@@ -64,19 +64,20 @@ void group_rows(const Addend& addend, int64_t m, RowGroups* groups) {
 }
 
 void shrink_group(const LowRank& a, int64_t k, const bf16* const (&rows)[kGroupRows], float* const (&out)[kGroupRows],
-                  int64_t number, int64_t first, const bf16* after) {
+                  int64_t number, int64_t first, const bf16* after, Fetch fetch) {
   const int64_t last = std::min(first + kItemRanks, a.rank);
   for (int64_t at = first; at < last; at += kRanksTogether) {
     const int64_t count = std::min<int64_t>(kRanksTogether, a.rank - at);
     const bf16* next = at + kRanksTogether < last ? a.shrink + (at + kRanksTogether) * k : after;
-    with_count<kGroupRows>(static_cast<int>(number),
-                           [&](auto rows_of_group) { shrink_ranks<rows_of_group>(a, k, rows, out, at, count, next); });
+    with_count<kGroupRows>(static_cast<int>(number), [&](auto rows_of_group) {
+      with_fetch(fetch, [&](auto second) { shrink_ranks<rows_of_group, second>(a, k, rows, out, at, count, next); });
+    });
   }
 }
 
 Shrinking::Shrinking(Context& context, const StepAdapters& adapters, int64_t site, const Linear& w, const bf16* x,
                      int64_t m, const Norm* norm)
-    : pool_(context.pool), w_(w), x_(x), norm_(norm), addend_{&adapters, site, {}, nullptr, 0} {
+    : pool_(context.pool), fetch_(context.fetch), w_(w), x_(x), norm_(norm), addend_{&adapters, site, {}, nullptr, 0} {
   for (int64_t slot = 0; slot < adapters.count; ++slot) addend_.width = std::max(addend_.width, addend_.at(slot).rank);
   if (addend_.width == 0 || m == 0) return;
   const bool as_is = norm == nullptr && w.k == w.columns;
@@ -131,7 +132,7 @@ void Shrinking::run(int worker) const {
     }
     const bf16* after = a.shrink;
     if (piece.next >= 0) after = adapter_of(piece.next).shrink + piece.next % chunks_ * kItemRanks * k;
-    shrink_group(a, k, rows, out, end - begin, first, after);
+    shrink_group(a, k, rows, out, end - begin, first, after, fetch_);
     pool_.third.finish(1);
   }
 }

@@ -17,7 +17,7 @@ void group_rows(const Addend& addend, int64_t m, RowGroups* groups);
 // out[i][rank] = the scaled A x of the `number` rows of a group, of ranks [first, first + kItemRanks) or as many as
 // there are. k is a multiple of 32. `after`: what will be read after this.
 void shrink_group(const LowRank& a, int64_t k, const bf16* const (&rows)[kGroupRows], float* const (&out)[kGroupRows],
-                  int64_t number, int64_t first, const bf16* after);
+                  int64_t number, int64_t first, const bf16* after, Fetch fetch);
 
 class Shrinking {
  public:
@@ -42,6 +42,7 @@ class Shrinking {
   void prepare_row(int64_t row) const;
 
   Pool& pool_;
+  const Fetch fetch_;
   const Linear& w_;
   const bf16* const x_;
   const Norm* const norm_;

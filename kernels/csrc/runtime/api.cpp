@@ -23,6 +23,11 @@ QUIRE_API void quire_join(Context* context, int32_t rank, int32_t size, GatherCo
   context->ranks = {rank, size, gather, self};
 }
 
+QUIRE_API void quire_fetch(Context* context, Fetch fetch) {
+  const std::lock_guard<std::mutex> lock(context->busy);
+  context->fetch = fetch;
+}
+
 QUIRE_API int32_t quire_threads(const Context* context) { return context->pool.size(); }
 
 }  // namespace quire

@@ -16,6 +16,7 @@
 #include "runtime/commit.h"
 #include "runtime/pool.h"
 #include "runtime/ranks.h"
+#include "simd/prefetch.h"
 
 namespace quire {
 
@@ -66,8 +67,9 @@ struct Context {
   Scratch experts, products;  // of a block of experts: its rows, and what its products multiply
   Scratch adapted;            // what adapters make of the rows of the product that follows
   std::vector<Scratch> own;
-  Committer committer;  // of the KV pool
-  Ranks ranks;          // that divide every product
+  Committer committer;               // of the KV pool
+  Ranks ranks;                       // that divide every product
+  Fetch fetch = Fetch::kPastCaches;  // of what an op reads once
 };
 
 // Runs an op's body alone on the context; the exported function's result.

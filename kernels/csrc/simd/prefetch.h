@@ -4,28 +4,65 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace quire {
 
 // Loads run ahead by about the latency of memory at the rate one core can read.
 constexpr int64_t kPrefetchBytes = 4096;
 
+// Where memory that is read once is fetched to. Which is faster depends on the processor's maker, so the caller of the
+// library says it (quire_kernels/cpu/context.py).
+enum class Fetch : int32_t {
+  kPastCaches = 0,  // by the non-temporal hint: the caches keep what the rest of the machine works with
+  kSecondLevel = 1  // not through the few buffers for lines that the first-level cache waits for
+};
+
 // Whether a tile's weights are still in memory: then it fetches what it will load, and the start of what follows.
 enum class Cold {
   kNo,
-  kOnce,   // no other tile meets them: fetched past the caches, which then keep what the rest of the machine works with
-  kShared  // other tiles follow
+  kShared,  // other tiles follow
+  // No other tile meets them.
+  kPastCaches,
+  kSecondLevel
 };
 
-template <int64_t kBytes, bool kOnce = false>
-inline void prefetch(const void* p) {
-  for (int64_t at = 0; at < kBytes; at += 64) __builtin_prefetch(static_cast<const char*>(p) + at, 0, kOnce ? 0 : 3);
+// Of weights that one tile or one decoding reads.
+constexpr Cold read_once(Fetch fetch) { return fetch == Fetch::kSecondLevel ? Cold::kSecondLevel : Cold::kPastCaches; }
+
+// Of weights that are read in so many passes, the first of which finds them in the cache if they are `fetched`.
+constexpr Cold first_of(int64_t passes, bool fetched, Fetch fetch) {
+  if (fetched) return Cold::kNo;
+  return passes == 1 ? read_once(fetch) : Cold::kShared;
+}
+
+// Inlined always: gcc takes a function that only prefetches for one without effects, and leaves out its calls.
+template <int64_t kBytes, int kLocality = 3>
+[[gnu::always_inline]] inline void prefetch(const void* p) {
+  for (int64_t at = 0; at < kBytes; at += 64) __builtin_prefetch(static_cast<const char*>(p) + at, 0, kLocality);
 }
 
 template <int64_t kBytes>
-inline void prefetch(Cold cold, const void* p) {
-  if (cold == Cold::kOnce) prefetch<kBytes, true>(p);
-  if (cold == Cold::kShared) prefetch<kBytes>(p);
+[[gnu::always_inline]] inline void prefetch(Cold cold, const void* p) {
+  switch (cold) {
+    case Cold::kNo: return;
+    case Cold::kShared: return prefetch<kBytes>(p);
+    case Cold::kPastCaches: return prefetch<kBytes, 0>(p);
+    case Cold::kSecondLevel: return prefetch<kBytes, 2>(p);
+  }
+}
+
+// A line well ahead of its use, which is not of weights: by default to the first-level cache.
+template <bool kToSecond>
+[[gnu::always_inline]] inline void prefetch_line(const void* p) {
+  __builtin_prefetch(p, 0, kToSecond ? 2 : 3);
+}
+
+// Calls f with whether `fetch` is kSecondLevel as a compile-time constant.
+template <typename F>
+inline void with_fetch(Fetch fetch, const F& f) {
+  if (fetch == Fetch::kSecondLevel) return f(std::true_type{});
+  f(std::false_type{});
 }
 
 // Lines of memory that lie in several places.

@@ -1,4 +1,4 @@
-"""The shared parts of one CPU kernel set's ops: their worker threads, and zeroed memory on huge pages."""
+"""The shared parts of one CPU kernel set's ops: worker threads, the way of fetching, zeroed memory on huge pages."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import mmap
 import os
 import weakref
 from contextlib import suppress
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from quire_kernels.cpu.topology import spread
+from quire_kernels.cpu.variants import cpu_vendor
+from quire_kernels.kernel_set import Fetch
 from quire_kernels.ranks import Collective
 
 _HUGE_PAGE = 2 << 20
 _CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 64
+FETCHES: tuple[Fetch, ...] = get_args(Fetch)  # in the order of `Fetch` in kernels/csrc/simd/prefetch.h
+# Hygon's processors are AMD's first Zen under another name.
+_PAST_CACHES = frozenset({"AuthenticAMD", "HygonGenuine"})
 
 
 class Context:
@@ -36,10 +42,32 @@ class Context:
         self.ranks: Collective | None = None  # that divide the products
         self.kept: object = None  # of theirs, what C++ calls
         weakref.finalize(self, library.quire_destroy, handle)
+        self.fetch(fetch_for(cpu_vendor()))
+
+    def fetch(self, where: Fetch) -> None:
+        """From the next op on, what is read once is fetched to there."""
+        self.library.quire_fetch(self.handle, FETCHES.index(where))
 
     @property
     def num_ranks(self) -> int:
         return 1 if self.ranks is None else self.ranks.size
+
+
+def fetch_for(vendor: str) -> Fetch:
+    """Where CPUs of a maker fetch what is read once, by the name that CPUID gives it; empty: the CPU is not of x86.
+
+    On AMD's, the non-temporal hint leaves the caches to what the rest of the machine works with, at no loss. On
+    Intel's it stalls: lines come through the few buffers of the first-level cache, which are full when a core reads
+    all that it can. Other makers' are not measured: what that hint does is each maker's own, while the second level
+    is where all of them already fetch the panel that follows. On ARM neither is measured, and the first one stays.
+    """
+    return "past caches" if not vendor or vendor in _PAST_CACHES else "second level"
+
+
+def fetch_text(fetch: Fetch, vendor: str) -> str:
+    """The choice for operators."""
+    where = "past the caches" if fetch == "past caches" else "to the second-level cache"
+    return f"fetches weights {where}" + (f", as for {vendor}" if vendor else "")
 
 
 def map_huge(num_bytes: int) -> Tensor:

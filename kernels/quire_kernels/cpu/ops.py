@@ -9,7 +9,7 @@ from functools import partial
 
 from quire_kernels.cpu.attention import CpuAttention, KVType
 from quire_kernels.cpu.choice import load_chosen
-from quire_kernels.cpu.context import Arena, Context
+from quire_kernels.cpu.context import Arena, Context, fetch_for, fetch_text
 from quire_kernels.cpu.experts import ExpertOps, router_packer
 from quire_kernels.cpu.layers import CpuLayers
 from quire_kernels.cpu.library import OnCompiled
@@ -19,6 +19,7 @@ from quire_kernels.cpu.packing import KINDS, Packer, packed_form
 from quire_kernels.cpu.ranks import join, join_columns
 from quire_kernels.cpu.stored import stored_bits
 from quire_kernels.cpu.topology import by_core
+from quire_kernels.cpu.variants import cpu_vendor
 from quire_kernels.kernel_set import KernelSet, Quantization
 from quire_kernels.reference import REFERENCE
 
@@ -40,7 +41,8 @@ def cpu_kernel_set(
     why = ""
     if library is None:
         chosen = load_chosen(cpu_variant, on_compiled=on_compiled)
-        library, why = chosen.library, chosen.why
+        vendor = cpu_vendor()
+        library, why = chosen.library, f"{chosen.why}; {fetch_text(fetch_for(vendor), vendor)}"
     context = Context(library, threads or len(by_core(os.sched_getaffinity(0))))
     arena = Arena()
     packer = Packer(context, quantization, arena.allocate)
@@ -81,6 +83,7 @@ def cpu_kernel_set(
         packed_form=packed_form(context, quantization),
         join=partial(join, context),
         join_columns=partial(join_columns, context),
+        fetch=context.fetch,
         own_threads=True,
         variant=library.quire_variant().decode(),
         why_variant=why,

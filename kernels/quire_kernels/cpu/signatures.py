@@ -208,6 +208,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "quire_create": (c_void_p, (c_int32, c_void_p)),
     "quire_destroy": (None, (c_void_p,)),
     "quire_threads": (c_int32, (c_void_p,)),
+    "quire_fetch": (None, (c_void_p, c_int32)),
     "quire_join": (None, (c_void_p, c_int32, c_int32, c_void_p, c_void_p)),
     "quire_ranks_bytes": (c_int64, (c_int32,)),
     "quire_ranks_open": (c_void_p, (c_int32, c_int32, c_int32, c_double)),

@@ -81,15 +81,26 @@ VARIANTS = (
 @cache
 def cpu_features() -> frozenset[str]:
     """The features of the CPU that the operating system has enabled; empty where /proc/cpuinfo does not tell."""
+    return frozenset(_told("flags", "Features").split())  # on x86, on ARM
+
+
+@cache
+def cpu_vendor() -> str:
+    """The CPU's maker by the name that CPUID gives it, such as GenuineIntel; empty on ARM, which has no such name."""
+    return _told("vendor_id")
+
+
+def _told(*names: str) -> str:
+    """The value of the first line of /proc/cpuinfo with one of these names; empty: there is no such line."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:
-        return frozenset()
+        return ""
     for line in text.splitlines():
         name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):  # on x86, on ARM
-            return frozenset(value.split())
-    return frozenset()
+        if name.strip() in names:
+            return value.strip()
+    return ""
 
 
 def compilable_variants(machine: str | None = None) -> tuple[Variant, ...]:
