@@ -72,6 +72,8 @@ from quire_server.routes import (
     metrics,
     models,
     pages,
+    requests,
+    slots,
     tokens,
     usage,
 )
@@ -89,6 +91,8 @@ ROUTERS = (
     messages.router,
     ollama.router,
     models.router,
+    slots.router,
+    requests.router,
     adapters.router,
     tokens.router,
     invocations.router,

@@ -333,6 +333,16 @@ class AbortedByOperator(ApiError):
         super().__init__("The operator has ended this request.", headers={"x-should-retry": "false"})
 
 
+class RequestCancelled(ClientError):
+    """499: the client has cancelled the request, by another one."""
+
+    status = 499
+    default_code = "request_cancelled"
+
+    def __init__(self) -> None:
+        super().__init__("The request was cancelled by its client.", headers={"x-should-retry": "false"})
+
+
 class DeadlineExceeded(ApiError):
     """504: the request was not finished in the time that its client gave it."""
 

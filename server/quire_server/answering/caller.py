@@ -71,6 +71,12 @@ def tenant_of(request: Request) -> tuple[Tenant, str]:
     return state_of(request).tenants.of(digest, known.get("key_name", "")), digest
 
 
+def is_own(request: Request, other: GenerationRequest) -> bool:
+    """Whether an engine's request is of the same caller: of its tenant, or else of its key; without keys all are."""
+    tenant, digest = tenant_of(request)
+    return (other.tenant, other.cache_scope) == (tenant.name, _scope(tenant, digest))
+
+
 def account_of(request: Request) -> str:
     """The name that the request's tokens are counted for: its tenant's, else its key's, else a part of its digest.
 

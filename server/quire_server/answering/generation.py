@@ -23,24 +23,24 @@ from quire_server.errors import (
     DeadlineExceeded,
     EngineFailed,
     ReplicaLost,
+    RequestCancelled,
     ShuttingDown,
 )
 from quire_server.metrics.metrics import Metrics
 from quire_server.metrics.request_record import RequestRecord, RequestSummary
 from quire_server.text.tokenizer import TextTokenizer
 
+_ERRORS: dict[str, Callable[[], ApiError]] = {
+    each.default_code: each
+    for each in (DeadlineExceeded, AbortedByOperator, RequestCancelled, ShuttingDown, ReplicaLost)
+}
+
 
 def error_of(output: TokenOutput) -> ApiError:
     """The error of an output whose `finish` is "error", for whole replies, streams and embeddings."""
-    match output.error_code:
-        case DeadlineExceeded.default_code:
-            return DeadlineExceeded()
-        case AbortedByOperator.default_code:
-            return AbortedByOperator()
-        case ShuttingDown.default_code:
-            return ShuttingDown()
-        case ReplicaLost.default_code:
-            return ReplicaLost()
+    known = _ERRORS.get(output.error_code)
+    if known is not None:
+        return known()
     error = output.error or "The engine failed."
     if error.startswith(OF_THE_REQUEST):
         return BadRequest(f"With what this request asks for, {error}.")

@@ -8,6 +8,7 @@ from typing import Literal
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
+from quire_server.answering.capabilities import Capability, capabilities
 from quire_server.errors import ModelNotFound, RouteNotFound
 from quire_server.http.openapi import error_response
 from quire_server.metrics.metric_catalog import ModelState
@@ -24,7 +25,9 @@ class Model(BaseModel):
     root: str  # the first name of the same model; of an adapter its directory
     parent: str | None = None  # of an adapter the model that it adds to
     state: ModelState  # whether it is in memory; a request loads a model that is not
-    max_model_len: int  # tokens of prompt and answer together
+    max_model_len: int  # tokens of prompt and answer together, as vLLM's clients read it
+    context_length: int  # the same, as those of OpenRouter and Ollama do
+    capabilities: list[Capability]
     default_sampling_params: dict[str, float]  # of requests that bring none: the model's own
     # For Anthropic's clients:
     type: Literal["model"] = "model"
@@ -71,6 +74,8 @@ def _model(state: ServerState, name: str) -> Model:
         state=state.residency,
         parent=None if served is None else served.parent or state.model_names[0],
         max_model_len=state.max_model_len,
+        context_length=state.max_model_len,
+        capabilities=capabilities(state),
         default_sampling_params=state.defaults.shown,
         display_name=name,
         created_at=datetime.fromtimestamp(started, UTC).isoformat().replace("+00:00", "Z"),

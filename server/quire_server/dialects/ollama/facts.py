@@ -7,9 +7,9 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from quire_server.dialects.ollama.reply import Capability, Details, ListedModel, RunningModel, ShownModel
+from quire_server.answering.capabilities import capabilities
+from quire_server.dialects.ollama.reply import Details, ListedModel, RunningModel, ShownModel
 from quire_server.state import ServerState
-from quire_server.text.infilling import Infilling
 
 _NEVER = "9999-12-31T23:59:59Z"
 _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
@@ -55,14 +55,6 @@ def shown(state: ServerState, name: str) -> ShownModel:
     """The same in /api/show."""
     plan = state.client.plan
     family = _family(plan.architecture)
-    can_write = not plan.scheduler.why_no_text
-    capabilities: dict[Capability, bool] = {
-        "completion": can_write,
-        "tools": can_write and state.prompts is not None,
-        "thinking": can_write and state.formats.marks is not None,
-        "insert": can_write and Infilling.of(state.tokenizer) is not None,
-        "embedding": state.pooling.name != "none",
-    }
     return ShownModel(
         license="",
         modelfile="",
@@ -77,7 +69,7 @@ def shown(state: ServerState, name: str) -> ShownModel:
             f"{family}.vocab_size": plan.vocab_size,
             f"{family}.embedding_length": plan.hidden_size,
         },
-        capabilities=[capability for capability, has in capabilities.items() if has],
+        capabilities=capabilities(state),
         modified_at=_since(state, name),
     )
 

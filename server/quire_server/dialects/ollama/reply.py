@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from quire_server.answering.capabilities import Capability
 from quire_server.dialects.common import ReplyModel, TokenLogprob
 
 
@@ -99,9 +100,6 @@ class RunningModel(ReplyModel):
 
 class RunningModels(ReplyModel):
     models: list[RunningModel]
-
-
-Capability = Literal["completion", "tools", "thinking", "insert", "embedding"]
 
 
 class ShownModel(ReplyModel):
