@@ -222,7 +222,7 @@ class PayloadTooLarge(ClientError):
 
 
 class UnsupportedMediaType(ClientError):
-    """415: the body is not plain JSON."""
+    """415: the body is not JSON, or compressed in a way that is not taken."""
 
     status = 415
     default_code = "unsupported_media_type"

@@ -116,11 +116,12 @@ async def test_bodies_that_find_no_room_are_503_and_small_ones_find_it() -> None
 
 
 async def test_what_is_refused_while_it_arrives_makes_room() -> None:
-    app = make_app(max_body_bytes=MIB, max_body_bytes_total=MIB, body_timeout=20)
+    app = make_app(max_body_bytes=MIB, max_body_bytes_total=2 * MIB, body_timeout=20)
     async with (
         listening(app) as server,
         httpx.AsyncClient(base_url=server.address) as client,
-        held(server.port, "/tokenize", MIB, MIB // 2),
+        held(server.port, "/tokenize", MIB, MIB * 3 // 4),
+        held(server.port, "/tokenize", MIB, MIB * 3 // 4),
     ):
         chunked = head("/tokenize", b"Transfer-Encoding: chunked")
         size = MIB * 3 // 4

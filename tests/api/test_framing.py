@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gzip
 import json
 import time
 
@@ -73,9 +72,7 @@ BIG = json.dumps({"prompt": "x" * LIMIT}).encode()
         pytest.param(
             [post(b"Transfer-Encoding: gzip, chunked\r\n", b"2\r\n{}\r\n0\r\n\r\n")], 400, id="gzip before chunked"
         ),
-        pytest.param(
-            [post(b"Content-Encoding: gzip\r\nContent-Length: 50\r\n", gzip.compress(BIG)[:50])], 415, id="gzip bomb"
-        ),
+        pytest.param([post(b"Content-Encoding: gzip, gzip\r\nContent-Length: 2\r\n", b"{}")], 415, id="two codings"),
         pytest.param([b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 40_000 + b"\r\n\r\n"], 431, id="large header"),
         pytest.param([b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"A: a\r\n" * 300 + b"\r\n"], 431, id="many headers"),
         pytest.param([b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 3_000_000], 431, id="endless header"),

@@ -45,7 +45,8 @@ def layers(
     number of held bytes of bodies. `explain`: in a line, the route of the request with this x-request-id; empty: none.
     """
     root = settings.root_path
-    budget = BodyBudget(max(limits.max_body_bytes_total, bodies.largest), on_body_bytes)
+    largest = 2 * bodies.largest  # while it is decoded, a body may be held a second time in its decoder's window
+    budget = BodyBudget(max(limits.max_body_bytes_total, largest), on_body_bytes)
     yield partial(BodyGate, limits=bodies, budget=budget)  # the innermost: nothing of a body counts before the key
     admits_local = settings.allow_local_admin or not settings.needs_key
     if explain is not None:

@@ -34,6 +34,7 @@ from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, core_schem
 
 from quire_server.errors import BadRequest, ClientGone, UnsupportedMediaType
 from quire_server.http.body_limits import BodyBuffer, BodyLimits, Bytes, declared_bytes, hold_of
+from quire_server.http.content_coding import coding_of
 from quire_server.http.disconnect import unless_client_gone
 from quire_server.http.json_text import JsonLimits, invalid_json, parse_pieces, parse_text, short
 
@@ -94,7 +95,9 @@ class BodyReader:
         """The body as `model`. Raises BadRequest, PayloadTooLarge, NotReady; ClientGone after a disconnect."""
         hold = hold_of(request.scope)
         limit = self._limits.of(request.scope["path"])
-        raw = await _receive(request, declared_bytes(request.scope["headers"]) or limit.max_bytes)
+        headers = request.scope["headers"]
+        declared = declared_bytes(headers) if coding_of(headers) is None else None
+        raw = await _receive(request, declared or limit.max_bytes)
         limits = JsonLimits(max_values=limit.max_values)
         try:
             if len(raw) <= INLINE_BYTES:

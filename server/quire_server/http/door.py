@@ -21,9 +21,9 @@ from quire_server.http.guard import SPARE_BYTES, Reply, check_head, choose_reque
 from quire_server.http.overload import QUEUED_PATHS, Refusals, Route, Underway
 from quire_server.settings import ServerLimits, Settings
 
-# With these the layers have more to do: another site's page, a client that waits to be asked for the body, an operator
-# who asks for more headers.
-_NOT_PLAIN = frozenset({b"origin", b"expect", b"x-quire-explain"})
+# With these the layers have more to do: another site's page, a client that waits to be asked for the body, a body
+# that is compressed, perhaps in a way that is not known, an operator who asks for more headers.
+_NOT_PLAIN = frozenset({b"origin", b"expect", b"content-encoding", b"x-quire-explain"})
 
 
 @dataclass(frozen=True, slots=True)

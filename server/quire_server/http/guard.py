@@ -22,10 +22,10 @@ from quire_server.errors import (
     HeadersTooLarge,
     RequestTimeout,
     Unauthorized,
-    UnsupportedMediaType,
     internal_error,
 )
-from quire_server.http.body_limits import BodyBudget, BodyHold, BodyLimit, BodyLimits, declared_bytes, put_hold
+from quire_server.http.body_limits import BodyBudget, BodyHold, BodyLimit, BodyLimits, declared_bytes, hold_of, put_hold
+from quire_server.http.content_coding import DecodedBody, coding_of
 from quire_server.http.envelopes import dialect_of_scope, error_reply
 from quire_server.http.own_requests import vouched_for
 from quire_server.settings import ServerLimits
@@ -132,7 +132,7 @@ class Guard:
     async def _run(self, scope: Scope, exchange: Exchange) -> None:
         try:
             check_head(scope, self._limits)
-            await self._app(scope, exchange.receive, exchange.send)
+            await self._app(scope, self._decoded(scope, exchange.receive), exchange.send)
         except ApiError as error:
             if exchange.status is not None:
                 raise
@@ -142,6 +142,13 @@ class Guard:
                 raise  # the reply is cut off: the listener closes the connection
             log.exception("unexpected error", extra={"request_id": exchange.request_id})
             await send_error(internal_error(), scope, exchange.receive, exchange.send)
+
+    def _decoded(self, scope: Scope, receive: Receive) -> Receive:
+        """What brings the content of the body. Raises UnsupportedMediaType."""
+        coding, hold = coding_of(scope["headers"]), hold_of(scope)
+        if coding is None or hold is None:
+            return receive
+        return DecodedBody(receive, coding, limit=self._bodies.of(scope["path"]), hold=hold).receive
 
 
 class KeyAuth:
@@ -220,7 +227,7 @@ def choose_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def check_head(scope: Scope, limits: ServerLimits) -> None:
-    """Raises HeadersTooLarge, BadRequest or UnsupportedMediaType; reads no body. How much may come is asked later."""
+    """Raises HeadersTooLarge or BadRequest; reads no body. How much may come is asked later."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     target_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
     if len(headers) > limits.max_headers:
@@ -241,8 +248,6 @@ def check_head(scope: Scope, limits: ServerLimits) -> None:
         raise BadRequest(
             "A body in HTTP/1.0 needs a Content-Length.", code="invalid_framing", headers={"Connection": "close"}
         )
-    if any(name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in headers):
-        raise UnsupportedMediaType("Compressed request bodies are not accepted.", headers={"Connection": "close"})
     if lengths and not (lengths[0].isdigit() and len(lengths[0]) < 20):
         raise BadRequest("Content-Length is not a number.", code="invalid_framing", headers={"Connection": "close"})
 

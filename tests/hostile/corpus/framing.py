@@ -227,9 +227,18 @@ def _sizes(facts: Facts) -> Iterator[Case]:
 
 def _encodings(facts: Facts) -> Iterator[Case]:
     bomb = gzip.compress(b"0" * (8 << 20))
-    for name in ("gzip", "deflate", "br", "zstd", "gzip, gzip", "x"):
+    for name in ("gzip", "x-gzip", "deflate", "br", "zstd", "gzip, gzip", "x"):
         headers = b"Content-Encoding: %b\r\nContent-Length: %d\r\n" % (name.encode(), len(bomb))
-        yield _wire("encodings", f"a body in {name}", _post(facts, headers, bomb), expected=frozenset({415}))
+        status = {"gzip": 413, "x-gzip": 413, "deflate": 400, "zstd": 400}.get(name, 415)
+        sent = _post(facts, headers, bomb)
+        yield _wire("encodings", f"a bomb of gzip in {name}", sent, expected=frozenset({status}), closes=status != 400)
+    short = b"Content-Encoding: gzip\r\nContent-Length: 100\r\n"
+    yield _wire(
+        "encodings", "a part of a bomb", _post(facts, short, bomb[:100]), expected=frozenset({400}), closes=False
+    )
+    members = gzip.compress(b"") * 2000
+    many = b"Content-Encoding: gzip\r\nContent-Length: %d\r\n" % len(members)
+    yield _wire("encodings", "2,000 empty bodies", _post(facts, many, members), expected=frozenset({400}), closes=False)
     for kind in (
         *("", "text/plain", "text/html", "multipart/form-data; boundary=a", "application/x-www-form-urlencoded"),
         *("application/json; charset=utf-16", "application/json; charset=latin-1", "application/octet-stream"),
