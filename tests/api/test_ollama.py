@@ -261,6 +261,21 @@ async def test_vectors() -> None:
         assert (long.status_code, long.json()["code"]) == (400, "context_length_exceeded")
 
 
+async def test_no_text_has_no_vector() -> None:
+    async with connect(make_app()) as client:
+        for fields in ({"input": ""}, {"input": []}, {"input": None}, {}):
+            reply = await client.post("/api/embed", json={"model": "fake", **fields})
+            assert (reply.status_code, reply.json()) == (200, {"model": "fake", "embeddings": []})
+            EmbedReply.model_validate(reply.json())
+        reply = await client.post("/api/embeddings", json={"model": "fake", "prompt": ""})
+        assert (reply.status_code, reply.json()) == (200, {"embedding": []})
+        for wrong in ("", []):
+            refused = await client.post("/v1/embeddings", json={"input": wrong})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+        named = await client.post("/api/embed", json={"model": "other", "input": []})
+        assert named.status_code == 404
+
+
 async def test_the_served_models_are_listed_and_shown() -> None:
     async with connect(make_app()) as client:
         models = (await client.get("/api/tags")).json()["models"]

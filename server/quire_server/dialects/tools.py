@@ -13,10 +13,11 @@ from quire_server.dialects.common import WireModel
 from quire_server.errors import BadRequest, Unsupported
 from quire_server.text.parsing.parsed_reply import read_json
 
-MAX_TOOLS = 128
-MAX_TOOL_NAME = 64
+MAX_TOOLS = 1024  # agents with a few tool servers offer hundreds
+MAX_TOOL_NAME = 256
 
-ToolName = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_.-]{{1,{MAX_TOOL_NAME}}}$")]
+_NAME_PATTERN = rf"^[A-Za-z0-9_.-]{{1,{MAX_TOOL_NAME}}}$"
+ToolName = Annotated[str, Field(pattern=_NAME_PATTERN)]
 
 
 class FunctionDefinition(WireModel):
@@ -114,7 +115,7 @@ ToolChoice = Annotated[
                         "type": {"const": "function"},
                         "function": {
                             "type": "object",
-                            "properties": {"name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}},
+                            "properties": {"name": {"type": "string", "pattern": _NAME_PATTERN}},
                             "required": ["name"],
                         },
                     },

@@ -127,7 +127,7 @@ def _shapes(facts: Facts) -> Iterator[Case]:
     ):
         yield facts.chat("shapes", f"messages = {shown(messages)}", {"messages": messages}, OK_OR_REFUSED | {413})
     tool: dict[str, object] = {"type": "function", "function": {"name": "f"}}
-    for tools in ([tool] * 129, [tool, tool], [{}], [{"type": "web_search"}], [{"type": "function"}], "a", [None]):
+    for tools in ([tool] * 1025, [tool, tool], [{}], [{"type": "web_search"}], [{"type": "function"}], "a", [None]):
         yield facts.chat("shapes", f"tools = {shown(tools)}", {"tools": tools}, REFUSED)
     for name in ("", "a b", "a" * 65, "\u00e9", "a/b", "\x00", 1):
         changes: dict[str, object] = {"tools": [{"type": "function", "function": {"name": name}}]}

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from quire_server.answering.options import Conversation, GenerationOptions, ReasoningOptions, ToolOptions
+from quire_server.answering.options import Conversation, GenerationOptions, ToolOptions
 from quire_server.dialects.common import (
     FEW_PARTS,
     CompletionHead,
@@ -26,10 +26,9 @@ from quire_server.dialects.common import (
 )
 from quire_server.dialects.options import generation_options, review
 from quire_server.dialects.structure import StructuredFields
+from quire_server.dialects.thinking import ThinkingFields
 from quire_server.dialects.tools import ToolChoice, ToolDefinition, Tools, tool_options
 from quire_server.errors import BadRequest, Unsupported
-
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
@@ -113,7 +112,7 @@ class Message(WireModel):
         return message
 
 
-class ChatCompletionRequest(StructuredFields):
+class ChatCompletionRequest(StructuredFields, ThinkingFields):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), FEW_PARTS]
     max_completion_tokens: TokenCount | None = Field(None, description="takes precedence over max_tokens")
     logprobs: bool | None = None
@@ -125,12 +124,6 @@ class ChatCompletionRequest(StructuredFields):
     tools: Tools | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call in a reply")
-    reasoning_effort: ReasoningEffort | None = Field(None, description="passed to chat templates that use it")
-    max_reasoning_tokens: TokenCount | None = Field(
-        None, description="most tokens of thinking before the answer; for models that think"
-    )
-    thinking_token_budget: TokenCount | None = Field(None, description="vLLM's name of max_reasoning_tokens")
-    include_reasoning: bool | None = Field(None, description="false: the reply has no reasoning")
     echo: bool | None = Field(None, description="true: the reply begins with the last message, if it is an assistant's")
     prediction: Prediction | None = Field(None, description="a guess of the answer; no answer changes")
     documents: Annotated[list[dict[str, object]], Field(max_length=MAX_PARTS)] | None = Field(
@@ -150,7 +143,7 @@ class ChatCompletionRequest(StructuredFields):
 
     def options(self) -> GenerationOptions:
         """The neutral options. Raises BadRequest for unsupported values."""
-        ignored = review(self)
+        ignored = review(self) + self.ignored_thinking_fields()
         for message in self.messages:
             ignored += [f"messages.{name}" for name in review_extras(message.model_extra)]
         has_new_name = self.max_completion_tokens is not None
@@ -177,7 +170,7 @@ class ChatCompletionRequest(StructuredFields):
                 | ({"documents": self.documents} if self.documents else {}),
                 tools=tuple(tool.for_template() for tool in self._shown_tools(tools)),
             ),
-            reasoning=self._reasoning(),
+            reasoning=self.reasoning_options(),
             beam=self.beam_options(),
             tools=tools,
             source_param="messages",
@@ -200,15 +193,6 @@ class ChatCompletionRequest(StructuredFields):
             return []
         names = {tool.name for tool in options.tools}
         return [tool for tool in self.tools or () if tool.function is not None and tool.function.name in names]
-
-    def _reasoning(self) -> ReasoningOptions:
-        has_old_name = self.max_reasoning_tokens is None and self.thinking_token_budget is not None
-        return ReasoningOptions(
-            effort=self.reasoning_effort,
-            max_tokens=self.thinking_token_budget if has_old_name else self.max_reasoning_tokens,
-            max_tokens_param="thinking_token_budget" if has_old_name else "max_reasoning_tokens",
-            show=self.include_reasoning is not False,
-        )
 
 
 class ChatLogprobs(ReplyModel):

@@ -16,7 +16,6 @@ from quire_server.answering.options import (
     Conversation,
     GenerationOptions,
     PromptOptions,
-    ReasoningOptions,
     ReplyOptions,
     SamplingOptions,
     StopOptions,
@@ -24,6 +23,7 @@ from quire_server.answering.options import (
     Tool,
     ToolOptions,
 )
+from quire_server.dialects import thinking as neutral
 from quire_server.dialects.common import (
     FEW_PARTS,
     CacheSalt,
@@ -38,7 +38,8 @@ from quire_server.dialects.common import (
     WireModel,
     review_extras,
 )
-from quire_server.dialects.tools import template_tool, tool_options
+from quire_server.dialects.thinking import ThinkingFields, Wish, check_thinking
+from quire_server.dialects.tools import MAX_TOOLS, ToolName, template_tool, tool_options
 from quire_server.errors import BadRequest, Unsupported
 
 MAX_MESSAGES = 4096
@@ -193,11 +194,6 @@ def text_of(content: str | list[TextBlock] | None) -> str:
     if content is None:
         return ""
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
-
-
-MAX_TOOLS = 512  # agents with a few tool servers offer more than the 128 that OpenAI allows
-
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 def _check_kind(value: object) -> object:
@@ -395,18 +391,7 @@ _UNSUPPORTED = {
 _NATURAL = {_CACHE_CONTROL: None, "service_tier": ("auto", "standard_only"), "speed": ("standard",)}
 
 
-def _check_thinking(value: object) -> object:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind not in ("enabled", "disabled", "adaptive"):
-        raise Unsupported(
-            f"Thinking of type '{kind[:64]}' is not supported; 'enabled', 'disabled' and 'adaptive' are.",
-            param="thinking",
-        )
-    return value
-
-
-class Thinking(WireModel):
-    type: Literal["enabled", "disabled", "adaptive"] = Field(description="adaptive is enabled without a budget")
+class Thinking(neutral.Thinking):
     budget_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
         None, description="most tokens of thinking before the answer; the type enabled needs it"
     )
@@ -435,7 +420,7 @@ class OutputConfig(WireModel):
     format: JsonFormat | None = Field(None, description="the schema of the text")
 
 
-class CountTokensRequest(WireModel):
+class CountTokensRequest(ThinkingFields):
     """The fields that make the prompt. Clients of Anthropic may send more of them than a model uses."""
 
     model: ModelName | None = Field(None, description="a served name; null: the served one")
@@ -443,7 +428,7 @@ class CountTokensRequest(WireModel):
     system: str | TextBlocks | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Annotated[Thinking, BeforeValidator(_check_thinking)] | None = None
+    thinking: Annotated[Thinking, BeforeValidator(check_thinking)] | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = Field(None, description="the older name of output_config.format")
     chat_template: str | None = Field(None, description="the name of one of the model's chat templates")
@@ -481,7 +466,13 @@ class CountTokensRequest(WireModel):
             ),
             tools=tools,
             structure=self._structure(),
-            reasoning=self._reasoning(),
+            reasoning=self.reasoning_options(
+                Wish(
+                    param="output_config.effort",
+                    effort=None if self.output_config is None else self.output_config.effort,
+                ),
+                show=self.thinking is None or self.thinking.display != "omitted",
+            ),
             model=self.model,
             ignored=tuple(dict.fromkeys(ignored)),
         )
@@ -508,21 +499,6 @@ class CountTokensRequest(WireModel):
             wanted, param = self.output_config.format, "output_config.format"
         return None if wanted is None else Structure(kind="json_schema", value=json.dumps(wanted.schema_), param=param)
 
-    def _reasoning(self) -> ReasoningOptions:
-        """The reasoning options; thinking without an effort sets one, for templates with a switch."""
-        effort = None if self.output_config is None else self.output_config.effort
-        if self.thinking is None:
-            return ReasoningOptions(effort=effort, effort_param="output_config.effort")
-        if self.thinking.type == "disabled":
-            return ReasoningOptions(effort="none", effort_param="thinking.type")
-        return ReasoningOptions(
-            effort=effort or "medium",
-            effort_param="output_config.effort" if effort else "thinking.type",
-            max_tokens=self.thinking.budget_tokens,
-            max_tokens_param="thinking.budget_tokens",
-            show=self.thinking.display != "omitted",
-        )
-
     def _review(self) -> list[str]:
         """The names of fields without effect."""
         extras = {
@@ -537,7 +513,8 @@ class CountTokensRequest(WireModel):
             ignored += [f"system.{name}" for block in self.system for name in extras_of(block)]
         ignored += [f"messages.{name}" for message in self.messages for name in message.without_effect()]
         ignored += [f"tools.{name}" for tool in self.tools or () for name in extras_of(tool)]
-        for name in ("tool_choice", "thinking", "output_config"):
+        ignored += self.ignored_thinking_fields()
+        for name in ("tool_choice", "output_config"):
             field: WireModel | None = getattr(self, name)
             ignored += [f"{name}.{extra}" for extra in extras_of(field)] if field is not None else []
         return ignored

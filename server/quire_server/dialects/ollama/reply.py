@@ -56,9 +56,9 @@ class GenerateReply(_Reply):
 class EmbedReply(ReplyModel):
     model: str
     embeddings: list[list[float]]
-    total_duration: int
-    load_duration: Literal[0]
-    prompt_eval_count: int
+    total_duration: int | None = Field(None, description="absent, as those below, where there was no text")
+    load_duration: Literal[0] | None = None
+    prompt_eval_count: int | None = None
 
 
 class EmbeddingsReply(ReplyModel):

@@ -55,7 +55,10 @@ _OFF: dict[str, tuple[object, ...]] = {"tfs_z": (1, 1.0), "mirostat": (0,), "typ
 
 
 def _a_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+    """Null and an empty text are no texts, as in Ollama."""
+    if isinstance(value, str):
+        return [value] if value else []
+    return [] if value is None else value
 
 
 def _check_format(value: object) -> object:
@@ -283,17 +286,18 @@ class GenerateRequest(_Generation):
 
 class EmbedRequest(ModelFields):
     input: Annotated[
-        Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)],
+        Annotated[list[str], Field(fail_fast=True, max_length=MAX_INPUTS)],
         BeforeValidator(_a_list),
         WithJsonSchema(
             {
                 "anyOf": [
                     {"type": "string"},
-                    {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_INPUTS},
+                    {"type": "array", "items": {"type": "string"}, "maxItems": MAX_INPUTS},
+                    {"type": "null"},
                 ]
             }
         ),
-    ]
+    ] = Field([], description="none: the reply has no embeddings")
     truncate: bool | None = Field(None, description="false: a text longer than the context is refused, not cut")
     dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     options: ModelOptions | None = Field(None, description="without effect")

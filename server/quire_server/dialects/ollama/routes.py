@@ -72,7 +72,9 @@ async def generate(body: Annotated[GenerateRequest, json_body(GenerateRequest)],
 async def embed(body: Annotated[EmbedRequest, json_body(EmbedRequest)], request: Request) -> Response:
     """The vectors of texts, of length 1."""
     began = time.monotonic_ns()
-    _, name, body = _admitted(request, body)
+    state, name, body = _admitted(request, body)
+    if not body.input:
+        return JSONResponse({"model": name, "embeddings": []}, headers=notes(state, body.reported()))
     made = await embedding_lists(request, body.neutral(name))
     fields = {
         "model": name,
@@ -87,7 +89,9 @@ async def embed(body: Annotated[EmbedRequest, json_body(EmbedRequest)], request:
 @router.post("/embeddings", response_model=None, responses={200: {"model": EmbeddingsReply}})
 async def embeddings(body: Annotated[EmbeddingsRequest, json_body(EmbeddingsRequest)], request: Request) -> Response:
     """The older form of /api/embed: one text, one vector."""
-    _, name, body = _admitted(request, body)
+    state, name, body = _admitted(request, body)
+    if not body.prompt:
+        return JSONResponse({"embedding": []}, headers=notes(state, body.reported()))
     made = await embedding_lists(request, body.neutral(name))
     (vector,) = made.entries
     return PiecedReply((b'{"embedding":' + vector + b"}",), held=made.held, headers=made.headers)

@@ -15,12 +15,12 @@ from quire_server.answering.options import (
     Conversation,
     GenerationOptions,
     PromptOptions,
-    ReasoningOptions,
     ReplyOptions,
     SamplingOptions,
     StopOptions,
     Structure,
 )
+from quire_server.dialects import thinking as neutral
 from quire_server.dialects.common import (
     BATCH_TIER,
     FEW_PARTS,
@@ -51,6 +51,7 @@ from quire_server.dialects.responses.tools import (
     input_arguments,
     offered,
 )
+from quire_server.dialects.thinking import ThinkingFields
 from quire_server.errors import BadRequest, Unsupported
 
 
@@ -118,7 +119,6 @@ _RENAMED: Mapping[str, str] = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "messages": "input",
-    "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "structured_outputs": "text.format",
 }
@@ -245,10 +245,7 @@ MAX_INCLUDES = 32
 _NO_SPECIAL_TOKENS = False  # templates write them
 
 
-class Reasoning(WireModel):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="passed to chat templates that use it"
-    )
+class Reasoning(neutral.Reasoning):
     summary: Literal["auto", "concise", "detailed"] | None = Field(
         None, description="without effect: reasoning is shown as it is, without a summary"
     )
@@ -260,7 +257,7 @@ def _as_items(value: object) -> object:
     return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class ResponseRequest(DecodingFields, ServingFields):
+class ResponseRequest(DecodingFields, ServingFields, ThinkingFields):
     input: Annotated[Items, FEW_PARTS, BeforeValidator(_as_items, json_schema_input_type=str | Items)]
     instructions: str | None = Field(None, description="a system message before all others, for this response only")
     previous_response_id: Annotated[str, Field(max_length=256)] | None = Field(
@@ -281,7 +278,6 @@ class ResponseRequest(DecodingFields, ServingFields):
     chat_template_kwargs: dict[str, object] | None = Field(None, description="variables of the chat template")
 
     max_output_tokens: Annotated[TokenCount, Field(ge=1)] | None = Field(None, description="thoughts included")
-    max_reasoning_tokens: TokenCount | None = Field(None, description="after as many thinking is ended")
     top_logprobs: LogprobCount | None = Field(None, description=f"needs {INCLUDE_LOGPROBS} in include")
     include: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=MAX_INCLUDES)] | None = Field(
         None, description=f"{INCLUDE_LOGPROBS}; others are without effect, and reported"
@@ -316,10 +312,6 @@ class ResponseRequest(DecodingFields, ServingFields):
     def _shows_logprobs(self) -> bool:
         return INCLUDE_LOGPROBS in (self.include or ())
 
-    @property
-    def _effort(self) -> str | None:
-        return None if self.reasoning is None else self.reasoning.effort
-
     def shown(self, defaults: Mapping[str, float]) -> dict[str, Any]:
         """The request's fields that the reply repeats, with the defaults that were used: `defaults`, else OpenAI's."""
         text = self.text or TextOptions.model_validate({})
@@ -332,7 +324,7 @@ class ResponseRequest(DecodingFields, ServingFields):
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": self.previous_response_id,
             "prompt_cache_key": self.prompt_cache_key,
-            "reasoning": {"effort": self._effort, "summary": None},
+            "reasoning": {"effort": self.reasoning_options().effort, "summary": None},
             "safety_identifier": self.safety_identifier,
             "service_tier": BATCH_TIER if self.service_tier == BATCH_TIER else "default",
             "temperature": defaults.get("temperature", 1.0) if self.temperature is None else self.temperature,
@@ -392,7 +384,7 @@ class ResponseRequest(DecodingFields, ServingFields):
             reply=ReplyOptions(stream=bool(self.stream), num_logprobs=num_logprobs),
             tools=tools,
             structure=self._structure(),
-            reasoning=ReasoningOptions(effort=self._effort, max_tokens=self.max_reasoning_tokens),
+            reasoning=self.reasoning_options(),
             model=self.model,
             priority=self.priority or 0,
             timeout=self.timeout,
@@ -418,7 +410,10 @@ class ResponseRequest(DecodingFields, ServingFields):
         ignored += [f"stream_options.{name}" for name in review_extras(self.stream_options)]
         if self.reasoning is not None:
             both = {"summary": self.reasoning.summary, "generate_summary": self.reasoning.generate_summary}
-            ignored += [f"reasoning.{name}" for name in review_extras(both | (self.reasoning.model_extra or {}))]
+            ignored += [f"reasoning.{name}" for name in review_extras(both)]
+        ignored += self.ignored_thinking_fields()
+        if not self.reasoning_options().show:  # the reply has an item for them all the same
+            ignored.append("reasoning.exclude" if self.include_reasoning is not False else "include_reasoning")
         if self.text is not None:
             ignored += [f"text.{name}" for name in self.text.without_effect()]
         for tool in self.tools or ():

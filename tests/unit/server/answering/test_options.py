@@ -53,7 +53,9 @@ OWN: dict[Dialect, dict[str, object]] = {
         "top_logprobs": 2, "add_generation_prompt": False, "continue_final_message": True,
         "chat_template": "a", "chat_template_kwargs": {"a": 1}, "reasoning_effort": "low", "add_special_tokens": True,
         "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False,
-        "max_reasoning_tokens": 5, "thinking_token_budget": 5, "include_reasoning": False, "echo": True,
+        "max_reasoning_tokens": 5, "thinking_token_budget": 5, "include_reasoning": False,
+        "thinking": {"type": "enabled"},
+        "enable_thinking": True, "thinking_budget": 5, "reasoning": {"effort": "low", "max_tokens": 5}, "echo": True,
         "documents": [{"title": "a", "text": "b"}], "prediction": {"type": "content", "content": "a"},
     },
 }  # fmt: skip

@@ -94,3 +94,12 @@ def test_what_cannot_be_called_is_refused(fields: dict[str, object], words: str)
 def test_what_is_no_tool_is_named(fields: dict[str, object], where: str):
     with pytest.raises(ValueError, match=where):
         options(**fields)
+
+
+def test_as_many_tools_with_as_long_names_as_agents_have():
+    named = [{"type": "function", "function": {"name": f"t{i}".ljust(256, "x")}} for i in range(1024)]
+    assert len(shown(options(tools=named))) == 1024
+    longer = {"type": "function", "function": {"name": "x" * 257}}
+    for wrong, why in (([*named, TIME], "at most 1024"), ([longer], "pattern")):
+        with pytest.raises(ValueError, match=why):
+            options(tools=wrong)
