@@ -7,6 +7,7 @@ file, both of which are asked for again and again.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 from collections.abc import Sequence
@@ -80,7 +81,12 @@ def read_addresses(path: Path) -> list[Address]:
 
     Raises OSError, and ConfigError for a line that is none.
     """
-    raw = read_plain(path, MOST_FILE_BYTES)
+    try:
+        raw = read_plain(path, MOST_FILE_BYTES)
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        raise ConfigError(f"{path}: more than {MOST_FILE_BYTES:,} bytes are no list of nodes") from None
     lines = (line.strip() for line in raw.decode(errors="replace").splitlines())
     return [_node_address(line, str(path)) for line in lines if line and not line.startswith("#")]
 
