@@ -104,6 +104,7 @@ class BuiltEngine:
     store: PrefixFiles | None = None  # of prefixes
     peers: KVTransfer | None = None
     ranks: RankProcesses | DeviceRanks | None = None  # the others
+    kernels: KernelSet | None = None  # for measurements
 
     @property
     def lost_a_killed_rank(self) -> bool:
@@ -386,6 +387,7 @@ def build(
         store=store,
         peers=peers,
         ranks=ranks or devices,
+        kernels=kernels,
     )
 
 

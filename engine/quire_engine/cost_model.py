@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from quire_engine.batch import Batch
 from quire_engine.errors import ConfigError
 
+_STEEPER, _NOTABLE = 2.0, 0.05
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -128,6 +129,20 @@ class CostModel:
 
     def as_plain(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def knees(table: Sequence[tuple[int, float]]) -> tuple[int, ...]:
+    """The sizes of a rising table after which a further token costs much more than the tokens before it did.
+
+    `table`: (tokens in a step, seconds). Up to a knee a step has room for almost nothing: a rise counts where it is
+    steeper by `_STEEPER` than the one before it, and more than `_NOTABLE` of the step, so that scatter is none.
+    """
+    found = []
+    for (few, low), (size, seconds), (many, high) in zip(table, table[1:], table[2:], strict=False):
+        before, after = (seconds - low) / (size - few), (high - seconds) / (many - size)
+        if high - seconds > _NOTABLE * seconds and after > _STEEPER * before:
+            found.append(size)
+    return tuple(found)
 
 
 UNIT_STEPS = CostModel(step=1.0)  # every step takes one second, whatever is in it: arrivals are counted in steps

@@ -17,7 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from quire_engine.cost_model import cost_model
+from quire_engine.cost_model import cost_model, knees
 from quire_engine.errors import ConfigError, QuireError
 from quire_engine.simulation.fitting import LARGEST_ERROR, FitError
 from quire_server.checkpoint.locate import localized
@@ -99,10 +99,12 @@ def print_calibration(found: dict[str, Any], console: Console) -> None:
         highlight=False,
     )
     table = Table(title="A step with prompts", title_justify="left")
-    for column in ("tokens", "time", "tokens/s"):
+    for column in ("tokens", "time", "tokens/s", "knee"):
         table.add_column(column, justify="right")
+    bends = knees(cost.prompt)
     for tokens, seconds in cost.prompt:
-        table.add_row(f"{tokens:,}", duration(seconds), f"{tokens / seconds:,.0f}")
+        mark = "more cost more" if tokens in bends else ""
+        table.add_row(f"{tokens:,}", duration(seconds), f"{tokens / seconds:,.0f}", mark)
     console.print(table)
     back = duration(1e6 * cost.chunk_context)
     console.print(f"and {back} for each 1,000 tokens of a chunk that look at 1,000 before it", highlight=False)

@@ -36,7 +36,7 @@ def measured_rows(
     """
     limits = config.limits
     most = min(most, config.max_model_len, config.num_blocks * limits.block_size)
-    batches = {rows: _batch(rows, limits.num_blocks_for(rows), len(config.windows)) for rows in _ROWS if rows <= most}
+    batches = {rows: measuring_step(rows, config) for rows in _ROWS if rows <= most}
     found: dict[int, float] = {}
     first = list(batches.values()) if has_graphs else [batches[1]]
     if any(_fails(execute(batch)) for batch in first):
@@ -53,7 +53,9 @@ def measured_rows(
     return found
 
 
-def _batch(rows: int, num_blocks: int, num_groups: int) -> Batch:
+def measuring_step(rows: int, config: SchedulerConfig, *, guessed: bool = True) -> Batch:
+    """A step of one sequence, to be measured before any other has blocks: a decode with guessed tokens, or a prompt."""
+    num_blocks, num_groups = config.limits.num_blocks_for(rows), len(config.windows)
     item = ScheduledSequence(
         sequence_id=MEASURED,
         choice=0,
@@ -68,9 +70,9 @@ def _batch(rows: int, num_blocks: int, num_groups: int) -> Batch:
         forks=(),
         sampling=_GREEDY,
         stop=_STOP,
-        num_drafts=rows - 1,
+        num_drafts=rows - 1 if guessed else 0,
     )
-    return Batch(step_id=0, items=(item,), num_tokens=rows, num_decodes=1)
+    return Batch(step_id=0, items=(item,), num_tokens=rows, num_decodes=int(guessed))
 
 
 def _fails(result: StepResult) -> bool:
