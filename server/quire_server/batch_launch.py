@@ -29,7 +29,7 @@ from quire_server.flags import CommandLine
 from quire_server.http.event_loop import loop_factory
 from quire_server.launch import BAD_USAGE, DONE, FAILED, engines_of, run_program, stop_signals
 from quire_server.logs import Output
-from quire_server.settings import Settings
+from quire_server.settings import ServerLimits, Settings
 from quire_server.settings.keys import Keys
 from quire_server.state import build_state
 
@@ -73,7 +73,9 @@ async def _answer(settings: Settings, files: _Files, output: Output) -> int:
         showing = asyncio.create_task(loading.show(lambda: engines.progress, starting, bar=loading.has_terminal()))
         running: asyncio.Task[int] | None = None
         try:
-            state = await build_state(settings, engines, starting)
+            # The output is the operator's own, however large.
+            limits = ServerLimits(max_files_bytes=sys.maxsize)
+            state = await build_state(settings, engines, starting, limits=limits)
             app = create_app(state)
             async with app.router.lifespan_context(app):
                 running = asyncio.create_task(_run(app.state.batches.store, app.state.batches.runner.wake, files))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from quire_server.batches import runner
 from quire_server.batches.usage import usage_of
 from support.batches import COMPLETIONS, batching, begin, content_of, ended, has_completed, line, shows, until, upload
 from support.fake_engine import FakeEngine
@@ -355,3 +356,25 @@ async def test_a_batch_expires_with_what_it_has(tmp_path: Path, monkeypatch: pyt
         errors = await content_of(client, batch["error_file_id"])
         assert [each["error"]["code"] for each in errors] == ["batch_expired"] * 2
         assert engine.live == ()
+
+
+async def test_at_its_bound_of_bytes_a_client_gets_no_further_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [line(f"l{n}", prompt="a" * 30, max_tokens=4) for n in range(40)]
+    async with batching(tmp_path, max_files_bytes=9_000) as client:
+        batch = await ended(client, await begin(client, lines))
+        assert batch["status"] == "completed"
+        assert batch["request_counts"]["failed"] > 0
+        assert batch["request_counts"]["completed"] > 0
+        (error, *_) = await content_of(client, batch["error_file_id"])
+        assert (error["response"], error["error"]["code"]) == (None, "file_quota_exceeded")
+        asked = {"input_file_id": batch["input_file_id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
+        reply = await client.post("/v1/batches", json=asked)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "file_quota_exceeded")
+        assert (await client.delete(f"/v1/files/{batch['error_file_id']}")).status_code == 200
+        assert (await client.delete(f"/v1/files/{batch['output_file_id']}")).status_code == 200
+        monkeypatch.setattr(runner, "MAX_ANSWER_BYTES", 10)
+        batch = await ended(client, (await client.post("/v1/batches", json=asked)).json())
+        codes = {each["error"]["code"] for each in await content_of(client, batch["error_file_id"])}
+        assert "answer_too_large" in codes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
@@ -29,6 +30,7 @@ TICK_SECONDS = 1.0  # between two looks at the clock: batches expire, live reque
 SWEEP_SECONDS = 300.0  # between two deletions of expired files
 QUIET_SECONDS = 2.0  # without a live request, after which all seats are for lines
 LEAST_WAIT, MOST_WAIT = 0.1, 30.0  # seconds before a line that was refused for now is sent again
+MAX_ANSWER_BYTES = 16 << 20  # of one line
 MAX_FAILURES = 3  # of the server itself, until its error is the line's result
 _AHEAD = 64  # lines of a batch that are known before they start
 
@@ -46,6 +48,8 @@ class Answer:
     is_failure: bool = False  # of the server, which may pass
 
 
+_NOT_NOW = Answer(status=503, body=b"", request_id="")  # the line is run again by the next process
+
 Send = Callable[[Owner, str, bytes], Awaitable[Answer]]  # owner, endpoint, body
 
 
@@ -60,6 +64,7 @@ class Server:
     is_draining: Callable[[], bool]
     knows_model: Callable[[str | None], bool]
     max_line_bytes: int
+    max_bytes: int = sys.maxsize  # of an owner's files and results; further lines are not run
     on_line: Callable[[bool], None] = lambda _ok: None  # a line has got its result
     on_backlog: Callable[[int], None] = lambda _number: None  # lines without a result, of all batches
 
@@ -126,6 +131,7 @@ class BatchRunner:
         for batch in unfinished.values():
             await self._advance(batch)
         await self._start_lines()
+        await self._store.run(self._store.shrink)
         self._server.on_backlog(await self._store.run(self._store.num_unfinished_lines))
 
     async def _advance(self, batch: Batch) -> None:
@@ -206,24 +212,26 @@ class BatchRunner:
 
     async def _run_line(self, batch: Batch, line: Line) -> None:
         """Send a line until it has an answer, and keep that. Without one when the server drains or the disk fails."""
-        num_failures, has_result = 0, False
+        has_result = False
         try:
-            endpoint, body = await asyncio.to_thread(self._request, batch, line)
-            while True:
-                answer = await self._server.send(batch.owner, endpoint, body)
-                num_failures += answer.is_failure
-                if answer.retry_seconds is None or num_failures >= MAX_FAILURES:
-                    break
-                if self._server.is_draining():
-                    return
-                await asyncio.sleep(min(max(answer.retry_seconds, LEAST_WAIT), MOST_WAIT))
-            is_ok = answer.status == 200
-            result = _result(batch.id, line, answer=answer)
+            _, used = await self._store.run(self._store.usage, batch.owner.name)
+            answer = await self._answer(batch, line) if used < self._server.max_bytes else None
+            if answer is _NOT_NOW:
+                return
+            is_ok = answer is not None and answer.status == 200 and len(answer.body) <= MAX_ANSWER_BYTES
+            if answer is None or len(answer.body) > MAX_ANSWER_BYTES:
+                result = _result(batch.id, line, error=_NO_ROOM if answer is None else _TOO_LARGE)
+            else:
+                result = _result(batch.id, line, answer=answer)
 
-            def finish() -> None:
-                self._store.finish_line(batch.id, line.number, result, ok=is_ok)
+            def finish() -> bool:
+                _, used = self._store.usage(batch.owner.name)  # lines that run at once may have taken the room
+                has_room = used + len(result) <= self._server.max_bytes
+                kept = result if has_room else _result(batch.id, line, error=_NO_ROOM)
+                self._store.finish_line(batch.id, line.number, kept, ok=is_ok and has_room)
+                return is_ok and has_room
 
-            await self._store.run(finish)
+            is_ok = await self._store.run(finish)
             has_result = True
             self._server.on_line(is_ok)
         except Exception:  # such as a full disk
@@ -233,6 +241,19 @@ class BatchRunner:
             work = self._work.get(batch.id)
             if work is not None and not has_result:
                 work.known.appendleft(line)
+
+    async def _answer(self, batch: Batch, line: Line) -> Answer:
+        """Send a line until it is answered; `_NOT_NOW` where the server drains."""
+        num_failures = 0
+        endpoint, body = await asyncio.to_thread(self._request, batch, line)
+        while True:
+            answer = await self._server.send(batch.owner, endpoint, body)
+            num_failures += answer.is_failure
+            if answer.retry_seconds is None or num_failures >= MAX_FAILURES:
+                return answer
+            if self._server.is_draining():
+                return _NOT_NOW
+            await asyncio.sleep(min(max(answer.retry_seconds, LEAST_WAIT), MOST_WAIT))
 
     def _request(self, batch: Batch, line: Line) -> tuple[str, bytes]:
         with self._store.content(batch.input_file).open("rb") as content:
@@ -247,6 +268,14 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+_NO_ROOM = {
+    "code": "file_quota_exceeded",
+    "message": "This request was not executed: your files and results have as many bytes as they may; delete some.",
+}
+_TOO_LARGE = {
+    "code": "answer_too_large",
+    "message": f"The answer to this request has more than {MAX_ANSWER_BYTES} bytes; ask for less.",
+}
 _EXPIRED = {
     "code": "batch_expired",
     "message": "This request could not be executed before the completion window expired.",

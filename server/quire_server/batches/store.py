@@ -12,6 +12,7 @@ import fcntl
 import os
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -45,6 +46,9 @@ CREATE TABLE lines (
   PRIMARY KEY (batch, number), UNIQUE (batch, custom_id)
 ) WITHOUT ROWID;
 """
+_INCREMENTAL = 2  # SQLite's number for files that shrink when they are asked to
+_MOST_JOURNAL = 16 << 20  # bytes that the journal keeps after a larger one
+_GIVEN_BACK = 2_000  # pages of 4 KiB at once
 _COPIED = 512  # results that are read at once for the output files
 
 
@@ -66,6 +70,13 @@ class BatchStore:
         except (sqlite3.Error, OSError) as error:
             self._lock.close()
             raise ConfigError(f"--batch-dir {folder}: its database cannot be used: {error}") from None
+        self._uploads: dict[str, tuple[str, int]] = {}  # owner and bytes so far of contents that are being written
+        # Bytes of results in the database, by owner.
+        rows = self._db.execute(
+            "SELECT owner, sum(length(result)) FROM lines JOIN batches ON batches.id = batch WHERE result IS NOT NULL"
+            " GROUP BY owner"
+        )
+        self._result_bytes = Counter(dict(rows.fetchall()))
         # One thread: SQLite has one writer at a time anyway, and calls are in the order in which they were made.
         self._thread = ThreadPoolExecutor(1, "batches")
 
@@ -93,10 +104,18 @@ class BatchStore:
         """Where the content of a stored file is."""
         return self._contents / file_id
 
+    def reserve(self, owner: str, file_id: str, num_bytes: int, *, max_bytes: int) -> bool:
+        """Count further bytes of an upload under way; False, and nothing is counted, if its owner would have more."""
+        if self.usage(owner)[1] + num_bytes > max_bytes:
+            return False
+        self._uploads[file_id] = owner, self._uploads.get(file_id, (owner, 0))[1] + num_bytes
+        return True
+
     def add_file(self, file: StoredFile, content: IO[bytes], *, max_bytes: int) -> bool:
         """Keep a file whose content is written; False, and it is not kept, if its owner would have more bytes."""
         _to_disk(content)
         self._sync_folder()
+        self._uploads.pop(file.id, None)
         if self.usage(file.owner)[1] + file.num_bytes > max_bytes:
             return False
         with self._changes():
@@ -105,6 +124,7 @@ class BatchStore:
 
     def drop_content(self, file_id: str, content: IO[bytes]) -> None:
         """Forget a content that was not kept."""
+        self._uploads.pop(file_id, None)
         content.close()
         self.content(file_id).unlink(missing_ok=True)
 
@@ -131,10 +151,11 @@ class BatchStore:
         return [_file(row) for row in rows]
 
     def usage(self, owner: str) -> tuple[int, int]:
-        """The number of the owner's files, and their bytes."""
+        """The number of the owner's files, and their bytes; uploads under way and results of lines are counted too."""
         rows = self._db.execute("SELECT count(*), coalesce(sum(num_bytes), 0) FROM files WHERE owner = ?", (owner,))
         number, num_bytes = next(rows)
-        return number, num_bytes
+        coming = [size for each, size in self._uploads.values() if each == owner]
+        return number + len(coming), num_bytes + sum(coming) + self._result_bytes[owner]
 
     def delete_file(self, owner: str, file_id: str) -> bool:
         """Delete a file; False while an unfinished batch reads it."""
@@ -256,6 +277,7 @@ class BatchStore:
 
     def finish_line(self, batch_id: str, number: int, result: bytes, *, ok: bool) -> None:
         """Keep a line's result, a JSON object; a line that has one keeps that."""
+        batch = self.batch(batch_id)
         with self._changes():
             changed = self._db.execute(
                 "UPDATE lines SET ok = ?, result = ? WHERE batch = ? AND number = ? AND ok IS NULL",
@@ -264,6 +286,8 @@ class BatchStore:
             if changed.rowcount:
                 column = "completed" if ok else "failed"
                 self._db.execute(f"UPDATE batches SET {column} = {column} + 1 WHERE id = ?", (batch_id,))
+        if changed.rowcount and batch is not None:
+            self._result_bytes[batch.owner.name] += len(result)
 
     def end_lines(self, batch_id: str, ends_as: Status) -> Batch | None:
         """No further line is run: the batch is about to end in this state. None: it ends already."""
@@ -301,6 +325,8 @@ class BatchStore:
             files.append(None if first is None else self._write(batch, first, results, is_output=is_output))
         self._sync_folder()
         output, error = files
+        freed = next(self._db.execute("SELECT sum(length(result)) FROM lines WHERE batch = ?", (batch_id,)))[0] or 0
+        self._result_bytes[batch.owner.name] -= freed
         with self._changes():
             for file in filter(None, files):
                 self._insert_file(file)
@@ -347,6 +373,10 @@ class BatchStore:
             created_at=self.now(),
             expires_at=None if batch.output_seconds is None else self.now() + batch.output_seconds,
         )
+
+    def shrink(self) -> None:
+        """Give some of the database's unused pages back to the system: those of lines whose batches have ended."""
+        self._db.executescript(f"PRAGMA incremental_vacuum({_GIVEN_BACK})")  # `execute` frees one page
 
     def _enter(self, batch: Batch, status: Status) -> Batch:
         """Store the batch in another state."""
@@ -416,7 +446,11 @@ def _locked(folder: Path) -> IO[bytes]:
 def _opened(path: Path) -> sqlite3.Connection:
     # The thread of `run` is the only one that uses it after this.
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    if next(db.execute("PRAGMA auto_vacuum"))[0] != _INCREMENTAL:  # before the first table, or by writing it anew
+        db.execute(f"PRAGMA auto_vacuum = {_INCREMENTAL}")
+        db.execute("VACUUM")
     db.execute("PRAGMA journal_mode = WAL")
+    db.execute(f"PRAGMA journal_size_limit = {_MOST_JOURNAL}")
     db.execute("PRAGMA synchronous = FULL")  # a transaction survives the machine too
     version = next(db.execute("PRAGMA user_version"))[0]
     if version == 0:

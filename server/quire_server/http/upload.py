@@ -6,9 +6,9 @@ BadRequest.
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
@@ -34,10 +34,12 @@ class Form:
     num_bytes: int = 0  # of the file
 
 
-async def read_form(request: Request, file_field: str, content: IO[bytes], *, max_bytes: int) -> Form:
-    """Read the body of a request, and write the file of one field to `content`.
+async def read_form(
+    request: Request, file_field: str, write: Callable[[bytes], Awaitable[None]], *, max_bytes: int
+) -> Form:
+    """Read the body of a request, and give the file of one field to `write`, piece by piece.
 
-    Raises BadRequest, UnsupportedMediaType, PayloadTooLarge, ClientGone, OSError.
+    Raises BadRequest, UnsupportedMediaType, PayloadTooLarge, ClientGone, and what `write` raises.
     """
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary")
@@ -52,14 +54,14 @@ async def read_form(request: Request, file_field: str, content: IO[bytes], *, ma
                 raise ClientGone
             parser.write(message.get("body", b""))
             if len(reader.waiting) >= _WRITTEN:
-                await asyncio.to_thread(content.write, reader.take())
+                await write(reader.take())
             if not message.get("more_body", False):
                 break
     except FormParserError as error:
         raise BadRequest(f"The form cannot be read: {error}", code="invalid_form") from None
     if not reader.is_complete:
         raise BadRequest("The form ends before its last boundary.", code="invalid_form")
-    await asyncio.to_thread(content.write, reader.take())
+    await write(reader.take())
     return reader.form
 
 

@@ -67,6 +67,7 @@ def batch_service(state: ServerState, app: ASGIApp, *, max_line_bytes: int) -> B
         is_draining=lambda: state.draining,
         knows_model=state.knows_model,
         max_line_bytes=max_line_bytes,
+        max_bytes=state.limits.max_files_bytes,
         on_line=state.metrics.batches.line,
         on_backlog=state.metrics.batches.backlog,
     )
@@ -237,6 +238,12 @@ async def create_batch(body: Annotated[BatchRequest, json_body(BatchRequest)], r
     file = await store.run(store.file, owner.name, body.input_file_id)
     if file is None:
         raise FileNotFound(body.input_file_id, param="input_file_id")
+    _, used = await store.run(store.usage, owner.name)
+    if used >= service.max_bytes:
+        raise BadRequest(
+            f"Your files and results have {used} bytes, and there is no room for those of this batch; delete some.",
+            code="file_quota_exceeded",
+        )
     now = store.now()
     batch = Batch(
         id=new_batch_id(),

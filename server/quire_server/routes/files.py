@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -84,13 +85,22 @@ async def upload_file(request: Request) -> FileObject:
     """Keep the input of a batch: one request a line."""
     service, owner = service_of(request), owner_of(request)
     store = service.store
-    number, used = await store.run(store.usage, owner.name)
+    number, _ = await store.run(store.usage, owner.name)
     if number >= MAX_FILES:
         raise BadRequest(f"You have {number} files, which is the most; delete some.", code="too_many_files")
     file_id, content = await store.run(store.new_content)
     is_kept = False
     try:
-        form = await read_form(request, "file", content, max_bytes=service.max_file_bytes)
+
+        async def write(piece: bytes) -> None:
+            def reserve() -> bool:
+                return store.reserve(owner.name, file_id, len(piece), max_bytes=service.max_bytes)
+
+            if not await store.run(reserve):
+                raise _over_quota(service.max_bytes)
+            await asyncio.to_thread(content.write, piece)
+
+        form = await read_form(request, "file", write, max_bytes=service.max_file_bytes)
         kept_seconds = _checked(form)
         now = store.now()
         file = StoredFile(
@@ -108,11 +118,7 @@ async def upload_file(request: Request) -> FileObject:
 
         is_kept = await store.run(add)
         if not is_kept:
-            raise BadRequest(
-                f"Your files have {used} bytes, and with this one they would have more than {service.max_bytes}; delete"
-                " some.",
-                code="file_quota_exceeded",
-            )
+            raise _over_quota(service.max_bytes)
     finally:
         if not is_kept:
             await store.run(store.drop_content, file_id, content)
@@ -168,6 +174,13 @@ async def delete_file(file_id: str, request: Request) -> DeletedFile:
     if not await service.store.run(service.store.delete_file, owner.name, file_id):
         raise Conflict("A batch that has not ended reads this file; cancel it first.", code="file_in_use")
     return DeletedFile(id=file_id, object="file", deleted=True)
+
+
+def _over_quota(most: int) -> BadRequest:
+    return BadRequest(
+        f"With this file yours, those under way and results of batches would have more than {most} bytes; delete some.",
+        code="file_quota_exceeded",
+    )
 
 
 def _download_name(name: str) -> str:

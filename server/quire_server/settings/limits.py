@@ -24,7 +24,7 @@ class ServerLimits:
     response_store_bytes: int = 64 << 20  # of past responses; the longest unused go first
     # What clients keep on the disk, with --batch-dir.
     max_file_bytes: int = 200 << 20  # of one upload
-    max_files_bytes: int = 10 << 30  # of all files of a tenant, or a key; outputs count, but are never refused
+    max_files_bytes: int = 10 << 30  # of all files of a tenant, or a key, with uploads and results under way
     # Clients that read slowly.
     stream_buffer_tokens: int = 256  # waiting for a stream's client; beyond, its request is set aside
     client_min_rate: int = 64  # bytes a second, over the whole of `client_write_timeout`; who takes less is cut off

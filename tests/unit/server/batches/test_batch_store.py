@@ -207,3 +207,40 @@ def test_folders_that_cannot_work_are_refused(store: BatchStore, tmp_path: Path)
         BatchStore(later)
     with pytest.raises(ConfigError, match="another version"):
         BatchStore(later)  # the lock was given back
+
+
+def test_uploads_under_way_and_results_count_as_their_owners_bytes(store: BatchStore, tmp_path: Path) -> None:
+    names = [store.new_content() for _ in range(3)]
+    kept_ids = [store.reserve("a", file_id, 400, max_bytes=1000) for file_id, _ in names]
+    assert kept_ids == [True, True, False]
+    assert store.reserve("b", names[2][0], 400, max_bytes=1000), "another owner's are not counted"
+    assert store.usage("a") == (2, 800)
+    store.drop_content(*names[0])
+    assert store.usage("a") == (1, 400)
+    batch = begun(store)
+    before = store.usage(OWNER.name)[1]
+    store.finish_line(batch.id, 1, b"x" * 500, ok=True)
+    store.finish_line(batch.id, 1, b"y" * 900, ok=True)
+    assert store.usage(OWNER.name)[1] == before + 500
+    again = killed(tmp_path / "kept", tmp_path / "again")
+    assert again.usage(OWNER.name)[1] == before + 500
+    again.close()
+    store.end_lines(batch.id, "completed")
+    ended = store.finalize(batch.id, unfinished, used)
+    assert ended is not None
+    sizes = [store.content(each).stat().st_size for each in (ended.output_file, ended.error_file) if each]
+    assert store.usage(OWNER.name)[1] == before + sum(sizes)
+
+
+def test_the_database_shrinks_when_a_batch_has_ended(store: BatchStore, tmp_path: Path) -> None:
+    batch = begun(store)
+    file = tmp_path / "kept" / "batches.sqlite"
+    store.finish_line(batch.id, 1, bytes(4 << 20), ok=True)
+    store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    large = file.stat().st_size
+    assert large > 4 << 20
+    store.end_lines(batch.id, "completed")
+    store.finalize(batch.id, unfinished, used)
+    store.shrink()
+    store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    assert file.stat().st_size < large / 10
