@@ -21,6 +21,7 @@ from quire_server.api_servers.frames import KnownKeys, MainState, Start
 from quire_server.api_servers.process import ApiServerProcess
 from quire_server.api_servers.session import Session
 from quire_server.engine.engines import Engines
+from quire_server.engine.own_pauses import OwnPauses
 from quire_server.http.credentials import Credentials
 from quire_server.settings import ServerLimits, Settings
 from quire_server.settings.keys import TenantEntry
@@ -172,12 +173,14 @@ class ApiServers:
 
     async def _watch(self) -> None:
         """Ask each for what it has counted; one that does not answer is killed."""
+        pauses = OwnPauses(COUNT_SECONDS)
         while True:
             await asyncio.sleep(COUNT_SECONDS)
-            now = time.monotonic()
+            pauses.look()
             for session in list(self._sessions.values()):
-                if session.accepts.done() and now - session.link.heard > self._settings.engine_hang_timeout:
-                    session.link.abort(f"no sign of life for {now - session.link.heard:.1f} s")
+                silence = pauses.silence(session.link.heard)
+                if session.accepts.done() and silence > self._settings.engine_hang_timeout:
+                    session.link.abort(f"no sign of life for {silence:.1f} s")
                 elif not session.is_asked:
                     asked = asyncio.create_task(session.order("count"))
                     self._asked.add(asked)

@@ -28,6 +28,7 @@ from quire_server.engine.nodes.checks import wrong_in
 from quire_server.engine.nodes.frames import FROM_FRONT, FROM_NODE, NodeState
 from quire_server.engine.nodes.link import Link, UnfinishedFrames
 from quire_server.engine.nodes.sessions import STATS_SECONDS, PrefixLedger, Session, ahead_of
+from quire_server.engine.own_pauses import OwnPauses
 from quire_server.engine.supervisor import EngineState, Supervisor
 from quire_server.metrics.node_metrics import NodeMetrics
 
@@ -229,16 +230,17 @@ class Node:
 
     async def _watch(self) -> None:
         """Give up fronts that are silent; tell those that are idle of the load."""
-        looked_at = time.monotonic()
+        pauses = OwnPauses(STATS_SECONDS)
         while True:
             await asyncio.sleep(STATS_SECONDS)
+            pauses.look()
             now = time.monotonic()
-            was_stopped, looked_at = now - looked_at > 1.0, now
             if self._plan is None:
                 self._tell_state()  # how far the start is
             for session in list(self._sessions):
-                if not was_stopped and now - session.link.heard > self._silence:
-                    session.link.abort(f"no sign of life for {now - session.link.heard:.1f} s")
+                silence = pauses.silence(session.link.heard)
+                if silence > self._silence:
+                    session.link.abort(f"no sign of life for {silence:.1f} s")
                 elif self._plan is not None and session.told_at < now - STATS_SECONDS and self._owners:
                     session.tell(stats=_of_no_step(self._stats), others=ahead_of(self._sessions, session))
 
