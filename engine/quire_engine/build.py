@@ -70,6 +70,7 @@ from quire_engine.execution.prefix_files import PrefixFiles, open_prefix_files
 from quire_engine.execution.progress import Tell, tell_nobody
 from quire_engine.execution.runner import Runner
 from quire_engine.execution.surviving_pool import SurvivingPool, held_bytes, open_surviving
+from quire_engine.gguf import typed_name
 from quire_engine.kv_groups import KVLayout, kv_groups, most_blocks, one_group
 from quire_engine.limits import SchedulerConfig
 from quire_engine.machine import CoreShare, available_memory, core_shares, run_on, usable_cores
@@ -254,7 +255,7 @@ class Resolved:
     def plan(self, pool: PoolSize, *, load_seconds: float = 0.0, swap_seconds: float = 0.0) -> EnginePlan:
         asked = self.asked
         return EnginePlan(
-            model=asked.model,
+            model=typed_name(asked.model),
             architecture=self.model.architecture,
             num_parameters=self.parameters.total,
             device=self.device.type,
@@ -273,6 +274,7 @@ class Resolved:
             scheduler=self._scheduler(pool, swap_seconds),
             quantization=asked.quantization,
             stored_as=self.parameters.stored_as(self.model.quantisation),
+            gguf_type="" if self.model.quantisation is None else self.model.quantisation.main_type,
             keeps_stored=bool(self.parameters.kept(self.kernels)),
             kv_cache_dtype=asked.kv_cache_dtype,
             deterministic=asked.deterministic or self.device.type == "cpu",
@@ -287,7 +289,7 @@ class Resolved:
             kept_in=asked.kv_offload_dir if self.num_kept_blocks else "",
             role=asked.role,
             speculation=self.speculation,
-            draft_model=draft_model(asked.speculation) or eagle_head(asked.speculation),
+            draft_model=_guessing_model(asked.speculation),
             draft_bytes=self.draft_weights + self.draft_blocks(pool) * self.draft_block_bytes,
             adapters=num_kept(asked),
             max_lora_rank=asked.max_lora_rank if asked.enable_lora else 0,
@@ -319,6 +321,12 @@ class Resolved:
             windows=self.layout.windows,
             limits=self.asked.limits,
         )
+
+
+def _guessing_model(speculation: str) -> str:
+    """The model or head that guesses tokens, as the user has named it; empty: none does."""
+    directory = draft_model(speculation) or eagle_head(speculation)
+    return typed_name(directory) if directory else ""
 
 
 def resolve_plan(config: EngineConfig) -> EnginePlan:

@@ -214,7 +214,7 @@ def engine_config(plain: Mapping[str, Any]) -> EngineConfig:
 class EnginePlan:
     """The resolved configuration, which is printed, exported and used to check requests."""
 
-    model: str
+    model: str  # a directory, or the GGUF file as the user has named it
     architecture: str
     num_parameters: int
     device: str
@@ -229,6 +229,7 @@ class EnginePlan:
     scheduler: SchedulerConfig
     quantization: Quantization | None = None
     stored_as: str = ""  # the form of the checkpoint's matrices, where they are quantised
+    gguf_type: str = ""  # of a GGUF file as a whole, such as Q4_K_M; empty: the checkpoint is none
     keeps_stored: bool = False  # the kernels compute with that form; else they are decoded at load
     kv_cache_dtype: KVCacheDType = "auto"
     deterministic: bool = False  # a row's bits do not depend on its batch

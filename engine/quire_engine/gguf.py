@@ -44,6 +44,16 @@ class Kind(NamedTuple):
     num_bytes: int
 
 
+# The types of whole files by general.file_type, which quantising programs write: what most matrices are stored as.
+_FILE_TYPES = {
+    **{0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S"},
+    **{12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K"},
+    **{19: "IQ2_XXS", 20: "IQ2_XS", 21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL"},
+    **{26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S", 29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16"},
+    **{36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4"},
+}
+_GUESSED = 1024  # is added to a type that the converting program has guessed
+_TYPED_NAME = "typed-name"  # a file in a folder that stands for a GGUF file: the name that the user gave
 # The types of tensors by their numbers in the file (ggml.h); those that are missing were withdrawn.
 KINDS = {
     0: Kind("F32", 1, 4),
@@ -197,6 +207,17 @@ class Gguf:
     metadata: Metadata
     tensors: dict[str, StoredTensor]
 
+    @property
+    def main_type(self) -> str:
+        """The type of the file as a whole, such as Q4_K_M: as it says, else the one that most bytes have."""
+        said = self.metadata.raw("general.file_type")
+        if isinstance(said, int) and (name := _FILE_TYPES.get(said & ~_GUESSED)):
+            return name
+        sizes: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            sizes[tensor.kind.name] = sizes.get(tensor.kind.name, 0) + tensor.num_bytes
+        return max(sizes, key=lambda name: sizes[name], default="")
+
     def floats(self, name: str) -> list[float]:
         """The values of a small tensor of F32. Raises ModelLoadError."""
         tensor = self.tensors[name]
@@ -246,6 +267,21 @@ def shards(file: Path) -> list[Path]:
             f"{file}: one of {count} files; name the first, {file.with_name(names[0] if names else '')}"
         )
     return [file.with_name(name) for name in names]
+
+
+def keep_typed_name(folder: Path, name: str) -> None:
+    """Write down the name that the user gave of the file that a folder stands for. Raises OSError."""
+    (folder / _TYPED_NAME).write_text(name, encoding="utf-8")
+
+
+def typed_name(path: Path | str) -> str:
+    """The name for messages: of a folder that stands for a GGUF file, or of a file made in it, the user's own."""
+    for folder in (Path(path), Path(path).parent):
+        try:
+            return (folder / _TYPED_NAME).read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            continue
+    return str(path)
 
 
 def shown(value: object) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.gguf import typed_name
 from quire_engine.plain_files import is_plain, read_plain_text
 from quire_server.settings import Settings
 from quire_server.text.generation_config import GenerationDefaults, generation_config_file, generation_defaults
@@ -44,8 +45,8 @@ class ModelText:
         """Hold the tokenizer against the model's width. Raises ModelLoadError."""
         if self.tokenizer.vocab_size > plan.vocab_size:
             raise ModelLoadError(
-                f"{settings.tokenizer or settings.model_path}: the tokenizer knows {self.tokenizer.vocab_size} tokens,"
-                f" the model computes {plan.vocab_size}; they do not belong together"
+                f"{_place(settings)}: the tokenizer knows {self.tokenizer.vocab_size} tokens, the model computes"
+                f" {plan.vocab_size}; they do not belong together"
             )
 
 
@@ -74,6 +75,11 @@ async def read_model_text(settings: Settings) -> ModelText:
         pooling=pooling,
         prompts=await _prompts(settings, tokenizer, sources),
     )
+
+
+def _place(settings: Settings) -> str:
+    """Where the tokenizer is from, as the user has named it."""
+    return typed_name(settings.tokenizer or settings.model_path)
 
 
 def _sources(settings: Settings, tokenizer: TextTokenizer) -> dict[str, str]:
@@ -106,4 +112,4 @@ async def _prompts(settings: Settings, tokenizer: TextTokenizer, sources: Mappin
             ChatTemplate, sources[DEFAULT], tokenizer, settings.default_chat_template_kwargs, variants=variants
         )
     except ModelLoadError as error:
-        raise ModelLoadError(f"{settings.chat_template or settings.model_path}: {error}") from None
+        raise ModelLoadError(f"{settings.chat_template or _place(settings)}: {error}") from None

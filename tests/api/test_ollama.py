@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -349,3 +350,24 @@ async def test_a_full_queue_refuses_in_ollamas_envelope() -> None:
         assert int(reply.headers["retry-after"]) >= 1
         engine.release()
         assert (await first).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("plan", "form", "level"),
+    [
+        ({"gguf_type": "Q4_K_M", "stored_as": "GGUF, Q4_K, Q6_K"}, "gguf", "Q4_K_M"),
+        ({"stored_as": "GPTQ, 4 bits"}, "safetensors", "GPTQ, 4 BITS"),
+        ({"dtype": "bfloat16"}, "safetensors", "BFLOAT16"),
+    ],
+)
+async def test_the_format_of_a_model_is_that_of_its_files(plan: dict[str, str], form: str, level: str) -> None:
+    state = make_state()
+    state.client.plan = replace(state.client.plan, **plan)
+    async with connect(make_app(state)) as client:
+        replies = [
+            (await client.get("/api/tags")).json()["models"][0],
+            (await client.get("/api/ps")).json()["models"][0],
+            (await client.post("/api/show", json={"model": "fake"})).json(),
+        ]
+    for reply in replies:
+        assert (reply["details"]["format"], reply["details"]["quantization_level"]) == (form, level)

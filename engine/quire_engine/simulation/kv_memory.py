@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.gguf import typed_name
 from quire_engine.kv_groups import KVGroup, KVHeads, KVLayout, Window, kv_layout
 from quire_engine.ranks import heads_of_rank
 
@@ -142,16 +143,17 @@ class SharedPrefix:
 def kv_shape(path: Path) -> KVShape:
     """The shape from the checkpoint in a directory, for any architecture; reads no weights. Raises ModelLoadError."""
     file = path / "config.json"
+    name = Path(typed_name(file))
     try:
         if file.stat().st_size > _MOST_BYTES:
             raise ValueError("it is too large for one")
         plain = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{file}: {error}") from None
+        raise ModelLoadError(f"{name}: {error}") from None
     if not isinstance(plain, dict):
-        raise ModelLoadError(f"{file}: not an object")
+        raise ModelLoadError(f"{name}: not an object")
     inner = plain.get("text_config")
-    return _shape({**plain, **inner} if isinstance(inner, dict) else plain, file)
+    return _shape({**plain, **inner} if isinstance(inner, dict) else plain, name)
 
 
 def _shape(plain: Mapping[str, Any], file: Path) -> KVShape:

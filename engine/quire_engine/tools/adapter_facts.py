@@ -18,6 +18,7 @@ from quire_engine.errors import ModelLoadError
 from quire_engine.execution.load_thread import LoadThread
 from quire_engine.execution.models.adapter import ReadAdapter, read_adapter
 from quire_engine.execution.models.config import ModelConfig, load_model_config
+from quire_engine.gguf import typed_name
 from quire_engine.tools.json_child import converse
 from quire_engine.types import AdapterFacts
 
@@ -27,7 +28,7 @@ def answers(questions: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for asked in questions:
         config = engine_config(asked["config"])
         if not config.enable_lora:
-            raise ModelLoadError(f"{config.model}: adapters are not enabled")
+            raise ModelLoadError(f"{typed_name(config.model)}: adapters are not enabled")
         model = _model(config.model, config.ignore_config_keys)
         read = _read(str(asked["path"]), model, config.max_lora_rank)
         yield asdict(AdapterFacts(digest=read.digest, rank=read.rank))

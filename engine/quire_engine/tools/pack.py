@@ -18,6 +18,7 @@ from quire_engine.config import EngineConfig, engine_config
 from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.execution.loading import Loading
 from quire_engine.execution.progress import Tell
+from quire_engine.gguf import typed_name
 from quire_engine.tools.json_child import converse
 
 
@@ -37,7 +38,7 @@ def pack(config: EngineConfig, tell: Tell) -> str:
     loading.load(1, keep_any=True)
     file = loading.file()
     if file is None:
-        raise ModelLoadError(f"the packed weights of {config.model} are in no file; a line above says why")
+        raise ModelLoadError(f"the packed weights of {typed_name(config.model)} are in no file; a line above says why")
     return str(file)
 
 

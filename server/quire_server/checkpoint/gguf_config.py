@@ -107,6 +107,7 @@ def config_of(model: Gguf) -> Config:
     config["quantization_config"] = {
         "quant_method": "gguf",
         "types": ", ".join(types),
+        "main_type": model.main_type,
         "interleaved": architecture.interleaved,
     }
     unknown = [key for key in metadata.unread(f"{name}.") if key.removeprefix(f"{name}.") not in _HARMLESS]

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from quire_engine.errors import ModelLoadError
-from quire_engine.gguf import Metadata, read_gguf, shown
+from quire_engine.gguf import Metadata, keep_typed_name, read_gguf, shown
 from quire_engine.plain_files import is_plain
 from quire_server.checkpoint.gguf_config import check_types, config_of
 from quire_server.checkpoint.gguf_tokenizer import GgufVocabulary
@@ -105,10 +105,11 @@ def listed(names: Collection[str]) -> str:
     return shown if more <= 0 else f"{shown} and {more} more"
 
 
-def unfolded(file: Path, *, tokenizer: bool = True) -> Path:
+def unfolded(file: Path, *, name: str = "", tokenizer: bool = True) -> Path:
     """A temporary folder that is a checkpoint; `tokenizer`: with that of the file or the one beside it.
 
-    Raises ModelLoadError, naming the file and the key.
+    `name`: what messages call it, as the user did; empty: the file's path. Raises ModelLoadError, naming the file and
+    the key.
     """
     model = read_gguf(file)
     check_types(model)
@@ -133,8 +134,9 @@ def unfolded(file: Path, *, tokenizer: bool = True) -> Path:
         written["generation_config.json"] = sampling
     try:
         folder = _new_folder()
-        for name, value in written.items():
-            (folder / name).write_text(json.dumps(value), encoding="utf-8")
+        keep_typed_name(folder, name or str(file))
+        for each, value in written.items():
+            (folder / each).write_text(json.dumps(value), encoding="utf-8")
         for path in [*model.files, *beside]:
             (folder / path.name).symlink_to(path.absolute())
     except OSError as error:

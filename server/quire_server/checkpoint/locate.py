@@ -110,12 +110,12 @@ def checkpoint_directory(
     path = Path(name).expanduser()
     if os.path.isdir(path):
         found = gguf_of(path)
-        return path if found is None else unfolded(found, tokenizer=tokenizer)
+        return path if found is None else unfolded(found, name=name, tokenizer=tokenizer)
     if is_gguf(path):
-        return unfolded(path, tokenizer=tokenizer)
+        return unfolded(path, name=name, tokenizer=tokenizer)
     if match := _HUB_FILE.fullmatch(name):
         file = _hub().gguf_file(match["name"], match["tag"], revision=revision, cache=download_dir)
-        return unfolded(file, tokenizer=tokenizer)
+        return unfolded(file, name=name, tokenizer=tokenizer)
     check_name(name, path)
     if not _HUB_ID.fullmatch(name):
         raise _no_model(setting, name)

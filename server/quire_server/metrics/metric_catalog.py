@@ -799,7 +799,7 @@ class PlanMetrics:
             str(plan.num_parameters),
             plan.device,
             plan.dtype,
-            plan.quantization or "none",
+            plan.quantization or plan.stored_as or "none",
             plan.kv_cache_dtype,
             plan.kernels,
             plan.cpu_variant or "none",

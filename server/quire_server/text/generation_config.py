@@ -15,6 +15,7 @@ from typing import Annotated, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.gguf import typed_name
 from quire_engine.plain_files import read_plain
 
 FILE = "generation_config.json"
@@ -89,9 +90,11 @@ def _of_file(file: Path, *, optional: bool) -> dict[str, float]:
     try:
         return _Keys.model_validate(json.loads(read_plain(file))).given()
     except ValidationError as error:
-        raise ModelLoadError(f"{file}: {_told(error)}; --generation-config none leaves the file out") from None
+        raise ModelLoadError(
+            f"{typed_name(file)}: {_told(error)}; --generation-config none leaves the file out"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{file}: not readable as JSON: {error}") from None
+        raise ModelLoadError(f"{typed_name(file)}: not readable as JSON: {error}") from None
 
 
 def _of_operator(override: Mapping[str, object]) -> dict[str, float]:

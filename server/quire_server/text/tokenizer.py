@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from quire_engine.errors import ModelLoadError
+from quire_engine.gguf import typed_name
 from quire_engine.plain_files import read_plain, read_plain_text
 from quire_server.errors import BadRequest
 
@@ -81,21 +82,23 @@ class TextTokenizer:
             hint = ""
             if (path / "tokenizer.model").is_file():
                 hint = "; it has only a sentencepiece tokenizer.model: convert it by saving a fast tokenizer"
-            raise ModelLoadError(f"{file}: the file is missing{hint}")
+            raise ModelLoadError(f"{typed_name(file)}: the file is missing{hint}")
         try:
             tokenizer = Tokenizer.from_buffer(read_plain(file))
         except (KeyboardInterrupt, SystemExit):
             raise
         except OSError as exc:
-            raise ModelLoadError(f"{file}: {exc.strerror}") from exc
+            raise ModelLoadError(f"{typed_name(file)}: {exc.strerror}") from exc
         except BaseException as exc:  # the library raises bare Exception, and panics, which are BaseException
             reason = " ".join(str(exc).split())
-            raise ModelLoadError(f"{file}: not a tokenizer: {reason}") from exc
+            raise ModelLoadError(f"{typed_name(file)}: not a tokenizer: {reason}") from exc
         config = _read_json(path / "tokenizer_config.json")
         special_tokens = _special_tokens(_read_json(path / "special_tokens_map.json"), config)
         eos_token = special_tokens.get("eos_token")
         if eos_token is not None and tokenizer.token_to_id(eos_token) is None:
-            raise ModelLoadError(f"{path / 'tokenizer_config.json'}: eos_token {eos_token!r} is not in {file.name}")
+            raise ModelLoadError(
+                f"{typed_name(path / 'tokenizer_config.json')}: eos_token {eos_token!r} is not in {file.name}"
+            )
         loaded = cls(
             tokenizer,
             config=config,
@@ -108,7 +111,7 @@ class TextTokenizer:
             file=file,
         )
         if loaded.vocab_size == 0:
-            raise ModelLoadError(f"{file}: the vocabulary is empty")
+            raise ModelLoadError(f"{typed_name(file)}: the vocabulary is empty")
         return loaded
 
     @property
@@ -253,9 +256,9 @@ def _read_json(file: Path) -> dict[str, object]:
     try:
         value = json.loads(read_plain(file))
     except (OSError, ValueError, RecursionError) as exc:
-        raise ModelLoadError(f"{file}: not readable as JSON: {exc}") from exc
+        raise ModelLoadError(f"{typed_name(file)}: not readable as JSON: {exc}") from exc
     if not isinstance(value, dict):
-        raise ModelLoadError(f"{file}: must hold a JSON object")
+        raise ModelLoadError(f"{typed_name(file)}: must hold a JSON object")
     return value
 
 
@@ -286,7 +289,7 @@ def _eos_ids(file: Path) -> list[int]:
     listed = value if isinstance(value, list) else [] if value is None else [value]
     ids = [i for i in listed if isinstance(i, int) and not isinstance(i, bool)]
     if len(ids) != len(listed):
-        raise ModelLoadError(f"{file}: eos_token_id must be an integer or a list of integers")
+        raise ModelLoadError(f"{typed_name(file)}: eos_token_id must be an integer or a list of integers")
     return ids
 
 
@@ -299,7 +302,7 @@ def _chat_templates(path: Path, config: Mapping[str, object]) -> dict[str, str]:
         name, template = (entry.get(key) if isinstance(entry, dict) else None for key in ("name", "template"))
         if not isinstance(name, str) or not isinstance(template, str):
             raise ModelLoadError(
-                f"{path / 'tokenizer_config.json'}: chat_template must be text or a list of named templates"
+                f"{typed_name(path / 'tokenizer_config.json')}: chat_template must be text or a list of named templates"
             )
         found[name] = template
     files = {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
@@ -309,7 +312,7 @@ def _chat_templates(path: Path, config: Mapping[str, object]) -> dict[str, str]:
         try:
             found[name] = read_plain_text(file)
         except (OSError, ValueError) as exc:
-            raise ModelLoadError(f"{file}: not readable as text: {exc}") from exc
+            raise ModelLoadError(f"{typed_name(file)}: not readable as text: {exc}") from exc
     return found
 
 

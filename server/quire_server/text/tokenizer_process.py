@@ -20,6 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
+from quire_engine.gguf import typed_name
 from quire_engine.machine import is_stopped
 from quire_server.errors import BadRequest
 from quire_server.text.tokenizer_worker import (
@@ -170,7 +171,7 @@ class TokenizerProcess:
             self.stop()
         if self._reader is None or self._writer is None:
             if _version(self._file) != self._version:
-                raise TokenizerGone(f"{self._file} is not the file that it was at the start")
+                raise TokenizerGone(f"{typed_name(self._file)} is not the file that it was at the start")
             ours = self._launch()
             self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
             try:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from quire_engine.errors import ModelLoadError
-from quire_engine.gguf import KINDS, Gguf, read_gguf, shortest
+from quire_engine.gguf import KINDS, Gguf, keep_typed_name, read_gguf, shortest, typed_name
 from support.gguf_files import TYPES, Stored, Typed, gguf_bytes, text, value_bytes, write_gguf, write_shards
 
 VALUES: dict[str, Any] = {
@@ -256,3 +256,18 @@ def test_a_value_of_another_type_is_named(tmp_path: Path) -> None:
 
 def test_the_sizes_that_tests_write_are_the_readers() -> None:
     assert all(KINDS[number][:] == (name, values, size) for name, (number, values, size) in TYPES.items())
+
+
+@pytest.mark.parametrize(
+    ("said", "main"), [(15, "Q4_K_M"), (3 + 1024, "Q4_1"), (999, "Q4_0"), (None, "Q4_0"), ("Q9", "Q4_0")]
+)
+def test_the_type_of_a_file_is_what_it_says_or_what_most_of_it_is(said: object, main: str, tmp_path: Path) -> None:
+    metadata = {"general.architecture": "x"} | ({} if said is None else {"general.file_type": said})
+    assert read_gguf(write_gguf(tmp_path / "x.gguf", metadata, [ROW, MATRIX])).main_type == main
+
+
+def test_a_folder_that_stands_for_a_file_is_called_as_the_user_did(tmp_path: Path) -> None:
+    assert typed_name(tmp_path / "config.json") == str(tmp_path / "config.json")
+    keep_typed_name(tmp_path, "org/repository:Q4_K_M")
+    for path in (tmp_path, str(tmp_path), tmp_path / "config.json"):
+        assert typed_name(path) == "org/repository:Q4_K_M"

@@ -26,6 +26,7 @@ from quire_engine.errors import ConfigError
 from quire_engine.execution.drafting.suffix import SuffixDrafter
 from quire_engine.execution.models.options import read_json_object
 from quire_engine.execution.runner import Runner
+from quire_engine.gguf import typed_name
 from quire_engine.types import SamplingParams, StopParams
 
 _log = logging.getLogger(__name__)
@@ -217,7 +218,9 @@ def check_same_tokens(tokenizer: Path, other: Path, vocab_sizes: tuple[int, int]
                 f"it has {vocab_sizes[1]} tokens and the model {vocab_sizes[0]}; use a model of its family"
             )
     elif ours is None or theirs is None:
-        raise ConfigError(f"{tokenizer if ours is None else other} has no tokenizer.json to compare the tokens by")
+        raise ConfigError(
+            f"{typed_name(tokenizer if ours is None else other)} has no tokenizer.json to compare the tokens by"
+        )
     elif ours != theirs:
         token = next(token for token in (*ours, *theirs) if ours.get(token) != theirs.get(token))
         raise ConfigError(

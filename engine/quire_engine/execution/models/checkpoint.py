@@ -381,7 +381,7 @@ def _gguf_checkpoint(path: Path, first: Path) -> Checkpoint:
             raise ModelLoadError(f"{file_path}: cannot be mapped: {error}") from error
         for tensor in tensors:
             entries[tensor.name] = _Entry(file_path, file, pages, tensor.name, tensor.num_bytes)
-    return Checkpoint(path, entries)
+    return Checkpoint(found.files[0], entries)
 
 
 def _files(path: Path) -> dict[Path, set[str]]:

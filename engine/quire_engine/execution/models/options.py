@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from quire_engine.errors import ModelLoadError, NotNative
+from quire_engine.gguf import typed_name
 from quire_engine.plain_files import read_plain
 
 MAX_BYTES = 64 << 20  # a config is kilobytes and the largest shard index a few megabytes
@@ -27,7 +28,7 @@ class Options:
     @classmethod
     def read(cls, file: Path, ignored: Collection[str] = ()) -> Options:
         values = read_json_object(file)
-        return cls({key: value for key, value in values.items() if key not in ignored}, str(file))
+        return cls({key: value for key, value in values.items() if key not in ignored}, typed_name(file))
 
     def error(self, reason: str) -> ModelLoadError:
         return ModelLoadError(f"{self._where}: {reason}")

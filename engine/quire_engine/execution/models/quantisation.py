@@ -103,6 +103,7 @@ class Quantisation:
     block: tuple[int, int] | None = None  # rows and columns that share a scale; None: one a row, or one
     symmetric: bool = False  # pack-quantized: every zero point is the middle, and none is stored
     types: str = ""  # gguf: the types of the matrices
+    main_type: str = ""  # gguf: of the file as a whole, such as Q4_K_M
     interleaved: bool = False  # gguf: what rotates together in a head of queries or keys lies side by side
 
     def __str__(self) -> str:
@@ -135,7 +136,8 @@ def quantisation_of(options: Options) -> Quantisation | None:
         found = _compressed_tensors(section)
     elif method == "gguf":  # as the server derives it from the file's metadata
         interleaved = section.boolean("interleaved", False)
-        found = Quantisation(method="gguf", types=section.text("types", ""), interleaved=interleaved)
+        types, main_type = section.text("types", ""), section.text("main_type", "")
+        found = Quantisation(method="gguf", types=types, main_type=main_type, interleaved=interleaved)
     else:
         use = _OTHERS.get(method, "a GPTQ, AWQ or FP8 version of the model")
         raise section.error(f"quant_method={method!r} is not read; use {use}")

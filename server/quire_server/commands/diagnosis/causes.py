@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
+from quire_engine.config import Quantization
 from quire_engine.simulation.slo import Objective, Slo
 from quire_engine.types import PREEMPTION_CAUSES
 from quire_server.commands.diagnosis.scrapes import Window
@@ -311,7 +313,7 @@ def _network(window: Window) -> Cause | None:
 def _quantization(window: Window) -> str:
     """The quantised form that serves, in an operator's words; empty where weights and KV cache are the model's own."""
     weights, kv = (window.last.label("quire_model_info", name) for name in ("quantization", "kv_cache_dtype"))
-    parts = [f"{weights} weights"] if weights not in ("", "none") else []
+    parts = [f"{weights} weights"] if weights in get_args(Quantization) else []  # other forms are the checkpoint's own
     return ", ".join([*parts, f"a KV cache in {kv}"] if kv not in ("", "auto") else parts)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 
 from quire_server.answering.capabilities import capabilities
 from quire_server.dialects.ollama.reply import Details, ListedModel, RunningModel, ShownModel
@@ -78,14 +77,13 @@ def _details(state: ServerState, name: str) -> Details:
     plan = state.client.plan
     family = _family(plan.architecture)
     served = state.adapters.find(name)
-    is_gguf = Path(state.settings.model).suffix == ".gguf" or plan.stored_as.startswith("Q")
     return Details(
         parent_model="" if served is None else served.parent or state.model_names[0],
-        format="gguf" if is_gguf else "safetensors",
+        format="gguf" if plan.gguf_type else "safetensors",
         family=family,
         families=[family],
         parameter_size=_count(plan.num_parameters),
-        quantization_level=(plan.stored_as or plan.quantization or plan.dtype).upper(),
+        quantization_level=plan.gguf_type or (plan.stored_as or plan.quantization or plan.dtype).upper(),
     )
 
 

@@ -15,11 +15,14 @@ import pytest
 
 from quire_engine.errors import ModelLoadError
 from quire_engine.gguf import Gguf, read_gguf
+from quire_engine.simulation.kv_memory import kv_shape
 from quire_server.checkpoint.gguf_config import check_types, config_of
 from quire_server.checkpoint.gguf_folder import models, of_quantisation, shard_names, short_name, unfolded
 from quire_server.checkpoint.inspect import check_checkpoint
 from quire_server.checkpoint.locate import checkpoint_directory, localized
 from quire_server.settings import Settings
+from quire_server.text.generation_config import generation_defaults
+from quire_server.text.tokenizer import TextTokenizer
 from support.gguf_files import Stored, Typed, write_gguf
 from support.gguf_models import make_gguf
 
@@ -43,7 +46,7 @@ def test_a_file_is_a_checkpoint_of_its_own_name(file: Path, tmp_path: Path) -> N
     folder = settings.model_path
     assert settings.model_names == ("Tiny-Q4_K_M", str(path))
     assert sorted(each.name for each in folder.iterdir()) == [
-        *("Tiny-Q4_K_M.gguf", "config.json", "lock", "tokenizer.json", "tokenizer_config.json"),
+        *("Tiny-Q4_K_M.gguf", "config.json", "lock", "tokenizer.json", "tokenizer_config.json", "typed-name"),
     ]
     assert (folder / "Tiny-Q4_K_M.gguf").readlink() == path
     check_checkpoint(folder)
@@ -59,6 +62,22 @@ def test_a_file_is_a_checkpoint_of_its_own_name(file: Path, tmp_path: Path) -> N
     assert (Path(draft.speculation.removeprefix("model:")) / "config.json").is_file()
     tokenizer = localized(Settings(tokenizer=str(path)))
     assert (Path(str(tokenizer.tokenizer)) / "tokenizer.json").is_file()
+
+
+def test_messages_name_the_file_as_the_user_did(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    placed(file, tmp_path, "tiny.gguf")
+    monkeypatch.chdir(tmp_path)
+    folder = localized(Settings(model="tiny.gguf")).model_path
+    (folder / "tokenizer.json").write_text("{")
+    (folder / "generation_config.json").write_text('{"temperature": 9}')
+    (folder / "config.json").write_text("{}")
+    for read in (
+        lambda: TextTokenizer.load(folder),
+        lambda: generation_defaults("auto", {}, folder),
+        lambda: kv_shape(folder),
+    ):
+        with pytest.raises(ModelLoadError, match=r"^tiny\.gguf: "):
+            read()
 
 
 def in_a_process(file: Path, home: Path, end: str = "") -> list[str]:
@@ -264,4 +283,6 @@ def test_names_of_files_and_their_tags() -> None:
 def test_a_file_whose_types_are_read_passes(file: Path) -> None:
     found: Gguf = read_gguf(file)
     check_types(found)
-    assert config_of(found)["quantization_config"] == {"quant_method": "gguf", "types": "F32", "interleaved": False}
+    assert config_of(found)["quantization_config"] == {
+        **{"quant_method": "gguf", "types": "F32", "main_type": "Q4_K_M", "interleaved": False},
+    }

@@ -189,6 +189,17 @@ def test_plan_becomes_labels():
     assert text.count("\nquire_model_info{") == 1
 
 
+def test_the_model_is_quantised_as_asked_or_as_it_is_stored():
+    for quantization, stored_as, label in (
+        (None, "", "none"),
+        (None, "GGUF, Q4_1, Q8_0", "GGUF, Q4_1, Q8_0"),
+        ("int8", "GGUF, Q4_1", "int8"),
+    ):
+        metrics = Metrics("tiny")
+        metrics.observe_plan(replace(PLAN, quantization=quantization, stored_as=stored_as))
+        assert f'quantization="{label}"' in Scrape(metrics).text
+
+
 def test_what_a_token_costs():
     metrics = Metrics("tiny")
     metrics.observe_plan(
