@@ -96,7 +96,7 @@ def _run(settings: Settings, output: Output) -> int:
             "--dry-run prints an engine's plan, and this server has none: ask a node, `quire engine --dry-run`"
         )
     if settings.dry_run:
-        return show_plan(settings) if not entries else asyncio.run(_show_plans(entries))
+        return asyncio.run(_show_plans([each.settings for each in entries] or [settings], entries))
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_serve_several(entries, output) if entries else _serve(settings, output))
 
@@ -109,19 +109,37 @@ def _of_file(error: OSError) -> str:
 
 
 def show_plan(settings: Settings) -> int:
-    """Print the memory plan without loading the model."""
+    """Print the memory plan of a node's engine without loading the model."""
+    _print_plan(_plan_of(settings))
+    return DONE
+
+
+def _plan_of(settings: Settings) -> EnginePlan:
     config = settings.engine_config()
     if settings.replicas > 1:
         config = divided_config(config, settings.replicas)
     (plan,) = ask("dry_run", config, EnginePlan)
+    return plan
+
+
+def _print_plan(plan: EnginePlan) -> None:
     print(plan_text(plan, quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)))
-    return DONE
 
 
-async def _show_plans(entries: Sequence[ModelEntry]) -> int:
-    engines = SeveralEngines(entries, RestartPolicy(), stderr=None)
-    for plan in await engines.plan():
-        print(plan_text(plan, quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)))
+async def _show_plans(models: Sequence[Settings], entries: Sequence[ModelEntry]) -> int:
+    """Print the plans of a server's models once each of them could be served: what a start refuses is refused here.
+
+    Raises ConfigError, ModelLoadError.
+    """
+    if entries:
+        plans = await SeveralEngines(entries, RestartPolicy(), stderr=None).plan()
+    else:
+        plans = [await asyncio.to_thread(_plan_of, models[0])]
+    checks = cast(Checks, import_module("quire_server.state"))
+    for settings, plan in zip(models, plans, strict=True):
+        await checks.check_model(settings, plan)
+    for plan in plans:
+        _print_plan(plan)
     return DONE
 
 
@@ -250,6 +268,14 @@ def stop_signals() -> Iterator[Stop]:
         for number, handler in before.items():
             loop.remove_signal_handler(number)
             signal.signal(number, handler)
+
+
+class Checks(Protocol):
+    """The part of `quire_server.state`, whose imports are slow, that checks a model without an engine."""
+
+    async def check_model(self, settings: Settings, plan: EnginePlan) -> None:
+        """Raise ConfigError or ModelLoadError for a model that a start would refuse."""
+        ...
 
 
 class Composition(Protocol):

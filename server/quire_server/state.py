@@ -353,6 +353,22 @@ async def build_state(
     )
 
 
+async def check_model(settings: Settings, plan: EnginePlan) -> None:
+    """Check what a start checks beside the engine's plan: keys, texts, templates and adapters.
+
+    Raises ConfigError, ModelLoadError.
+    """
+    Credentials(settings)
+    text = await read_model_text(settings)
+    try:
+        text.check(settings, plan)
+    finally:
+        text.close()
+    files, config = AdapterFiles(), settings.engine_config()
+    await files.read_ahead([(config, module.path) for module in settings.lora_modules])
+    await _load_adapters(settings, ServedAdapters(taken=settings.model_names, read=partial(files.read, config)))
+
+
 async def build_catalog(
     entries: Sequence[Settings],
     models: ModelSet,
@@ -435,7 +451,10 @@ async def _adapters(
 ) -> ServedAdapters:
     """The adapters of the settings, loaded. Raises ModelLoadError."""
     control = engines.control if settings.enable_lora else None
-    adapters = ServedAdapters(control, taken=settings.model_names, read=read)
+    return await _load_adapters(settings, ServedAdapters(control, taken=settings.model_names, read=read))
+
+
+async def _load_adapters(settings: Settings, adapters: ServedAdapters) -> ServedAdapters:
     for module in settings.lora_modules:
         try:
             await adapters.load(module.name, module.path, parent=module.base_model_name)

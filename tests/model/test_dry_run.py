@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import quire_engine.build
 from quire_engine.build import resolve_plan
 from quire_engine.config import EngineConfig
+from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.execution.models.checkpoint import Checkpoint
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.weights import expected_shapes
 from quire_engine.memory_plan import plan_text
 from quire_engine.tools.dry_run import answers
 from quire_server.settings import Settings
-from support.checkpoints import make_checkpoint, shared_checkpoint
+from quire_server.settings.values import LoraModule
+from quire_server.state import check_model
+from support.checkpoints import make_checkpoint, shared_checkpoint, write_tokenizer
 
 # Runs a command and prints the most memory that a process of it had, after what it printed.
 MEASURED = (
@@ -44,6 +53,7 @@ def make_sparse_checkpoint(path: Path) -> Path:
     for name, shape in expected_shapes(load_model_config(path)).items():
         start, end = end, end + 2 * int.__mul__(*shape, *[1] * (2 - len(shape)))
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    write_tokenizer(path)
     text = json.dumps(header).encode()
     with (path / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -101,6 +111,62 @@ def test_a_model_that_cannot_be_read_is_one_line_and_exit_code_1(tmp_path: Path)
     (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1])
     assert_one_line(dry_run(str(path)), 1, "not a complete safetensors file")
     assert_one_line(dry_run(str(tmp_path / "nowhere")), 1, "no such directory")
+
+
+def test_what_a_start_refuses_is_refused():
+    assert_one_line(
+        dry_run(str(shared_checkpoint()), "--kernels", "reference", "--chat-template", "x"), 2, "none of that name"
+    )
+
+
+def _without_tokenizer(path: Path) -> None:
+    (path / "tokenizer.json").unlink()
+
+
+def _with_broken_template(path: Path) -> None:
+    (path / "chat_template.jinja").write_text("{% for %}")
+
+
+def _with_wrong_defaults(path: Path) -> None:
+    (path / "generation_config.json").write_text('{"temperature": 9}')
+
+
+def _as_it_is(path: Path) -> None:
+    assert path.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("change", "asked", "said"),
+    [
+        (_without_tokenizer, {}, r"tokenizer\.json: the file is missing"),
+        (_with_broken_template, {}, "the chat template does not compile"),
+        (_with_wrong_defaults, {}, r"generation_config\.json: temperature"),
+        (_as_it_is, {"tool_call_parser": "nobody"}, "tool call parser 'nobody' is unknown"),
+        (_as_it_is, {"default_chat_template_kwargs": {"nothing": 1}}, "the template has no variable 'nothing'"),
+        (
+            _as_it_is,
+            {"enable_lora": True, "lora_modules": (LoraModule(name="a", path="/nowhere"),)},
+            "/nowhere: there is no such directory of an adapter",
+        ),
+    ],
+)
+def test_texts_and_adapters_are_checked_without_an_engine(
+    change: Callable[[Path], None], asked: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(shared_checkpoint(), tmp_path / "model"))
+    plan = resolve_plan(EngineConfig(model=str(path), device="cpu", kv_memory=1 << 20, num_threads=1))
+    asyncio.run(check_model(Settings(model=str(path)), plan))
+    change(path)
+    with pytest.raises((ConfigError, ModelLoadError), match=said):
+        asyncio.run(check_model(Settings(model=str(path), **asked), plan))
+
+
+def test_left_over_tensors_are_refused_without_a_weight(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(shared_checkpoint(), tmp_path / "model"))
+    tensors = load_file(path / "model.safetensors")
+    save_file({**tensors, "model.sinks": torch.zeros(4)}, path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"does not use: model\.sinks"):
+        resolve_plan(EngineConfig(model=str(path), device="cpu", kv_memory=1 << 20))
 
 
 def assert_one_line(result: subprocess.CompletedProcess[str], code: int, said: str) -> None:

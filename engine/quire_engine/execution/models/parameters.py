@@ -7,16 +7,16 @@ from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire_engine.execution.models.checkpoint import StoredSize, open_checkpoint
+from quire_engine.execution.models.checkpoint import StoredSize
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.experts import is_expert
 from quire_engine.execution.models.weights import (
     EMBEDDING,
+    checked_checkpoint,
     expected_shapes,
     gate_up_parts,
     matrices_after_attention,
     qkv_parts,
-    take_text,
 )
 from quire_kernels.kernel_set import KernelSet
 
@@ -110,15 +110,9 @@ class WeightMemory:
 
 
 def count_parameters(path: Path, model: ModelConfig) -> Parameters:
-    """From the configuration, once the files' headers agree with it; left-over tensors are the loader's to judge.
-
-    No weight is read.
-    """
+    """From the configuration, once the files' headers agree with it as the loader asks. No weight is read."""
     shapes = expected_shapes(model)
-    with open_checkpoint(path) as checkpoint:
-        take_text(checkpoint, model)
-        checkpoint.drop(lambda name: name not in shapes)
-        checkpoint.require(shapes)
+    with checked_checkpoint(path, model) as checkpoint:
         kept = dict(checkpoint.stored_sizes())
     decoded = _beside_plain(kept.keys(), model)
     kept = {name: size for name, size in kept.items() if name not in decoded}
