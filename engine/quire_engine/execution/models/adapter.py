@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -247,6 +247,8 @@ def _pairs(
         tensors = load_tensors(data)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise ModelLoadError(f"{file}: it is no file of safetensors: {error}") from None
+    if tensors:
+        _check_complete(file, settings, tensors.keys())
     found: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     own_names, stacks = {}, ExpertStacks(file, config, settings)
     for name, tensor in sorted(tensors.items()):
@@ -261,10 +263,25 @@ def _pairs(
     pairs = {}
     for module, both in found.items():
         rank, (rows, columns) = settings.rank_of(own_names[module]), shapes[module]
+        shrink = both.get("A")
+        if shrink is not None and shrink.dim() == 2 and shrink.shape[1] == columns and len(shrink) != rank:
+            raise ModelLoadError(
+                f"{file}: {module}.lora_A has rank {len(shrink)}, and {CONFIG} says {rank} (r or rank_pattern)"
+            )
         for part, shape in (("A", (rank, columns)), ("B", (rows, rank))):
             check_tensor(file, f"{module}.lora_{part}", both.get(part), shape)
         pairs[module] = Pair(both["A"], both["B"], settings.scale_of(own_names[module]))
     return pairs, stacks.parts()
+
+
+def _check_complete(file: Path, settings: Settings, names: Collection[str]) -> None:
+    """Refuse a file without any matrix of a module that the configuration names: it is of another training or cut."""
+    for target in settings.targets:
+        if not any(f".{target}.lora_" in name for name in names):
+            raise ModelLoadError(
+                f"{file}: it has no tensor of {target[:80]!r}, which target_modules of {CONFIG} names; the file belongs"
+                " to another configuration, or is incomplete"
+            )
 
 
 def _matrices(

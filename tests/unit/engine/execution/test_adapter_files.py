@@ -81,7 +81,11 @@ BAD: dict[str, tuple[Change, str]] = {
     "target": (configured(target_modules=["q_proj", "c_attn"]), "names 'c_attn', which is no matrix of this model"),
     "head": (configured(target_modules=["lm_head"]), "names 'lm_head'"),
     "targets": (configured(target_modules=[1]), "target_modules=.1.: it is no list of names"),
-    "another rank": (configured(r=8), r"has shape \[4, \d+\], the configuration implies \[8, \d+\]"),
+    "another rank": (configured(r=8), r"lora_A has rank 4, and adapter_config\.json says 8 \(r or rank_pattern\)"),
+    "a target that is not there": (
+        stored(lambda tensors: [tensors.pop(name) for name in list(tensors) if ".q_proj." in name]),
+        "it has no tensor of 'q_proj', which target_modules of adapter_config.json names",
+    ),
     "half a pair": (stored(lambda tensors: tensors.pop(Q)), r"self_attn.q_proj.lora_A is missing"),
     "embedding": (
         stored(lambda tensors: tensors.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 64)})),
