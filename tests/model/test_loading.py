@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from quire_engine.build import resolve_plan
+from quire_engine.config import EngineConfig
 from quire_engine.errors import ModelLoadError, NotNative
 from quire_engine.execution.models.config import load_model_config
 from support.checkpoints import make_model, shared_checkpoint
+from support.fallback_steps import FallbackSteps
 from support.model_steps import Model
 from support.quantised import FORMS
 
@@ -93,12 +97,39 @@ def test_derived_frequencies_of_old_exporters_are_accepted(path):
     Model(path)
 
 
-def test_a_tied_head_may_be_stored_only_as_the_embedding(tmp_path):
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# What the files of a model with tied embeddings hold beside them, or instead.
+TIED = {
+    "a copy": lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}),
+    "a head of its own": lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].flip(0).contiguous()}),
+    "the head alone": lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDING)}),
+}
+
+
+@pytest.mark.parametrize("stored", TIED)
+@pytest.mark.parametrize("steps", [Model, None], ids=["native", "transformers"])
+def test_a_head_beside_tied_embeddings_is_used_as_transformers_uses_it(stored, steps, tmp_path):
     path = Path(shutil.copytree(shared_checkpoint("qwen2", tie_word_embeddings=True), tmp_path / "tied"))
-    _rewrite(path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
-    Model(path)
-    _rewrite(path, lambda tensors: tensors["lm_head.weight"].add_(1))
-    assert "lm_head.weight differs from the embedding" in _refusal(path)
+    _rewrite(path, TIED[stored])
+    ids = [3, 50, 7, 120, 9]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        wanted = model(torch.tensor([ids])).logits[0]
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight) is (stored != "a head of its own")
+    if steps is None:
+        found = FallbackSteps(path, dtype="float32").run({0: ids}, [[(0, len(ids))]])[0]
+    else:
+        found = steps(path).logits(ids)
+    assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
+def test_a_head_beside_tied_embeddings_counts_in_the_plan(tmp_path):
+    path = Path(shutil.copytree(shared_checkpoint("qwen2", tie_word_embeddings=True), tmp_path / "tied"))
+    config = EngineConfig(model=str(path), device="cpu", kv_memory=1 << 20)
+    before = resolve_plan(config)
+    _rewrite(path, TIED["a head of its own"])
+    table = load_file(path / "model.safetensors")[HEAD].numel()
+    assert resolve_plan(config).num_parameters == before.num_parameters + table
 
 
 @pytest.mark.parametrize("keep", [0, 7, 100, 5000, -1])

@@ -20,7 +20,7 @@ from quire_engine.execution.kv_storage import KVStorage
 from quire_engine.execution.model_input import ModelInput, lengths, model_input
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.decoder import Decoder
-from quire_engine.execution.models.weights import load_decoder
+from quire_engine.execution.models.weights import load_decoder, with_own_head
 from quire_engine.execution.step_tensors import step_tensors
 from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import KernelSet, KVFormat
@@ -97,7 +97,7 @@ class Model:
     ) -> None:
         """`kernels`: the reference's where none are given."""
         self.device, self.block_size = torch.device(device), block_size
-        config = load_model_config(path)
+        config = with_own_head(path, load_model_config(path))
         kernels = kernels or select(
             self.device, dtype, "reference", kv=KVFormat(head_dim=config.head_dim, block_size=block_size)
         )

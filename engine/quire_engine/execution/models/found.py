@@ -16,6 +16,7 @@ from quire_engine.execution.device import resolve_device
 from quire_engine.execution.models.config import ModelConfig, load_model_config
 from quire_engine.execution.models.parameters import Parameters, count_parameters
 from quire_engine.execution.models.served import ModelFacts
+from quire_engine.execution.models.weights import with_own_head
 from quire_kernels.kernel_set import KernelSet
 
 _log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ def find_model(config: EngineConfig) -> FoundModel:
     if config.model_impl != "transformers":
         try:
             facts = load_model_config(Path(config.model), config.ignore_config_keys)
+            facts = with_own_head(Path(config.model), facts)
             return NativeModel(facts, _for_whole_prompts(config, facts) if facts.bidirectional else config)
         except NotNative as error:
             if config.model_impl == "native":

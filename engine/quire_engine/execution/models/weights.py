@@ -5,11 +5,13 @@ The files hold exactly the tensors that the configuration implies, or a ModelLoa
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -58,6 +60,8 @@ from quire_kernels.kernel_set import (
 from quire_kernels.packed_form import PackedForm
 from quire_kernels.stored import StoredMatrix, joined
 
+_log = logging.getLogger(__name__)
+
 _VALUES_AT_ONCE = 4 << 20  # that one thread converts
 _HEAD = "lm_head.weight"
 _HEADS = (_HEAD, "score.weight")  # the second one is a classifier's, which the server computes
@@ -104,8 +108,8 @@ def checked_checkpoint(path: Path, config: ModelConfig) -> Iterator[Checkpoint]:
         take_text(checkpoint, config)
         if config.headless:
             checkpoint.drop(lambda name: name in _HEADS)
-        elif config.tie_word_embeddings:
-            _drop_tied_head(checkpoint)
+        elif config.tie_word_embeddings:  # stored once more: `with_own_head` has compared the two
+            checkpoint.drop(lambda name: name == _HEAD)
         checkpoint.require(expected_shapes(config))
         yield checkpoint
 
@@ -122,6 +126,8 @@ def take_text(checkpoint: Checkpoint, config: ModelConfig) -> None:
     checkpoint.drop(lambda name: name.endswith(".rotary_emb.inv_freq"))  # derived, saved by old exporters
     _take_names(checkpoint, config)
     checkpoint.drop(lambda name: _is_of_more_layers(name, config))
+    if config.tie_word_embeddings and not config.headless and EMBEDDING not in checkpoint.names:
+        checkpoint.rename(lambda name: EMBEDDING if name == _HEAD else name)  # of the tied two the head was saved
     take_experts(checkpoint, config)
 
 
@@ -227,14 +233,25 @@ def matrices_after_attention(config: ModelConfig, layer: int) -> tuple[str, ...]
     return (*(f"{prefix}{name}.weight" for name in names), *of_experts)
 
 
-def _drop_tied_head(checkpoint: Checkpoint) -> None:
-    """Some checkpoints store the tied head a second time. It must be the embedding."""
-    if _HEAD not in checkpoint.names:
-        return
-    if EMBEDDING in checkpoint.names and not torch.equal(checkpoint.tensor(_HEAD), checkpoint.tensor(EMBEDDING)):
-        raise checkpoint.error(_HEAD, "differs from the embedding although tie_word_embeddings is set")
-    checkpoint.release(_HEAD)
-    checkpoint.drop(lambda name: name == _HEAD)
+def with_own_head(path: Path, config: ModelConfig) -> ModelConfig:
+    """The configuration without tied embeddings if the files have a head that differs from the embedding.
+
+    Transformers computes with such a head, whatever config.json says. Raises ModelLoadError.
+    """
+    if config.headless or not config.tie_word_embeddings:
+        return config
+    if config.quantisation is not None and config.quantisation.method == "gguf":  # which ties those without a head
+        return config
+    with open_checkpoint(path) as checkpoint:
+        take_text(checkpoint, config)
+        if not {EMBEDDING, _HEAD} <= checkpoint.names:
+            return config
+        is_own = not torch.equal(checkpoint.tensor(_HEAD), checkpoint.tensor(EMBEDDING))
+        for name in (EMBEDDING, _HEAD):
+            checkpoint.release(name)
+    if is_own:
+        _log.warning("%s: %s differs from the embedding and is used, although config.json ties them", path, _HEAD)
+    return replace(config, tie_word_embeddings=not is_own)
 
 
 def assemble(

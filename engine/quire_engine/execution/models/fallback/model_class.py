@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from quire_engine.errors import ModelLoadError
+from quire_engine.execution.models.checkpoint import open_checkpoint
 from quire_engine.execution.models.options import Options, read_json_object
 from quire_engine.execution.models.quantisation import Quantisation, quantisation_of
 
@@ -127,7 +128,23 @@ def model_class(path: Path) -> ModelClass:
         raise ModelLoadError(f"{file}: {IMPLEMENTATION} cannot read it: {_line(error)}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise ModelLoadError(f"{file}: {name} has an encoder; only decoders are served")
+    if _has_own_head(path, kind, config):
+        for each in (config, config.get_text_config(decoder=True)):
+            each.tie_word_embeddings = False
     return ModelClass(kind, config, quantisation)
+
+
+def _has_own_head(path: Path, kind: Any, config: Any) -> bool:
+    """Whether the files have a tied head that differs from the embedding: transformers computes with it then."""
+    tied = getattr(kind, "_tied_weights_keys", None)
+    if not config.tie_word_embeddings or not isinstance(tied, dict) or not any(path.glob("*.safetensors")):
+        return False
+    with open_checkpoint(path) as checkpoint:
+        for head, embedding in tied.items():
+            if {head, embedding} <= checkpoint.names:
+                values = [checkpoint.tensor(name) for name in (head, embedding)]
+                return not torch.equal(*values)
+    return False
 
 
 def _text_generators() -> set[str]:
