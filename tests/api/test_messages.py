@@ -209,3 +209,21 @@ async def test_models_are_listed_for_both_kinds_of_clients() -> None:
     assert models["data"][1] == one
     assert (one["type"], one["display_name"], one["max_input_tokens"]) == ("model", "claude-x", 300)
     assert one["created_at"].endswith("Z")
+
+
+async def test_steps_of_tools_that_others_ran_are_passed_over_and_named() -> None:
+    said = [
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": [{"type": "web_search_result"}]},
+        text("It rains."),
+    ]
+    model = Model("So?")
+    async with model.connected() as client:
+        for content in (said, said[2:]):
+            messages = [*ASK["messages"], {"role": "assistant", "content": content}, {"role": "user", "content": "?"}]
+            reply = await client.post(PATH, json=ASK | {"messages": messages})
+            assert reply.status_code == 200
+            ignored = "messages.server_tool_use, messages.web_search_tool_result" if content is said else None
+            assert reply.headers.get("x-quire-ignored") == ignored
+    first, second = (each.prompt_token_ids for each in model.engine.submitted)
+    assert first == second

@@ -49,6 +49,29 @@ async def test_the_reply() -> None:
     assert reply["usage"]["total_tokens"] == prompt_tokens + 4
 
 
+async def test_steps_of_tools_that_others_ran_are_passed_over_and_named() -> None:
+    foreign = [
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"query": "x"}},
+        {"type": "file_search_call", "id": "fs_1", "queries": ["x"], "results": None},
+        {"type": "computer_call_output", "call_id": "c", "output": {"type": "computer_screenshot"}},
+        {"type": "mcp_list_tools", "id": "m", "server_label": "s", "tools": []},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "AAAA"},
+    ]
+    engine, hello = FakeEngine(), {"type": "message", "role": "user", "content": "hi"}
+    async with connect(make_app(engine=engine)) as client:
+        reply = await client.post("/v1/responses", json={"model": "fake", "input": [*foreign[:4], hello]})
+        assert reply.status_code == 200, reply.text
+        names = [f"input.{item['type']}" for item in foreign[:4]]
+        assert reply.headers["x-quire-ignored"] == ", ".join(names)
+        plain = await client.post("/v1/responses", json={"model": "fake", "input": [hello]})
+        assert engine.submitted[0].prompt_token_ids == engine.submitted[1].prompt_token_ids
+        listed = (await client.get(f"/v1/responses/{reply.json()['id']}/input_items")).json()["data"]
+        assert [item["type"] for item in listed] == ["message"]
+        body = {"previous_response_id": plain.json()["id"], "input": [foreign[0], foreign[4], hello]}
+        continued = await client.post("/v1/responses", json=body)
+        assert continued.status_code == 200, continued.text
+
+
 async def test_max_output_tokens() -> None:
     async with connect(make_app(engine=FakeEngine())) as client:
         reply = await respond(client, max_output_tokens=3, temperature=0)
@@ -141,7 +164,7 @@ async def test_calls_outputs_and_thoughts_of_earlier_turns() -> None:
         ({"input": []}, "input", "invalid_value"),
         ({"input": [{}]}, "input[0]", "item_type"),
         ({"input": [3]}, "input[0]", "item_type"),
-        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input", "unsupported_parameter"),
+        ({"input": [{"type": "massage", "id": "x"}]}, "input", "unsupported_parameter"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "unsupported_parameter"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role", "invalid_value"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input", "invalid_value"),

@@ -65,7 +65,7 @@ def test_more_prompts_than_run_or_wait_at_once(llm: LLM, monkeypatch: pytest.Mon
     seen: list[EngineStats] = []
     metrics = state_of(llm).metrics
     observe = metrics.observe_step
-    monkeypatch.setattr(metrics, "observe_step", lambda stats, tokens: (seen.append(stats), observe(stats, tokens)))
+    monkeypatch.setattr(metrics, "observe_step", lambda stats, *tokens: (seen.append(stats), observe(stats, *tokens)))
     prompts = [f"{number} quires of paper" for number in range(300)]
     assert len(prompts) > state_of(llm).client.max_sequences
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)

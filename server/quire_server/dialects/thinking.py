@@ -23,7 +23,7 @@ _THINKING_TYPES = ("enabled", "disabled", "adaptive", "auto")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What one field of a request says; None: nothing."""
+    """One field of a request and what it asks for; None: nothing."""
 
     param: str  # the field's name in the dialect
     thinks: bool | None = None
@@ -55,7 +55,7 @@ class Thinking(WireModel):
         return self
 
     def wishes(self) -> Iterator[Wish]:
-        """What it says."""
+        """Yield what each of its fields asks for."""
         thinks = {"enabled": True, "adaptive": True, "disabled": False, "auto": None}[self.type]
         yield Wish(param="thinking.type", thinks=thinks)
         yield Wish(param="thinking.budget_tokens", budget=self.budget_tokens)
@@ -74,7 +74,7 @@ class Reasoning(WireModel):
         return self
 
     def wishes(self) -> Iterator[Wish]:
-        """What it says."""
+        """Yield what each of its fields asks for."""
         yield Wish(param="reasoning.effort", effort=self.effort)
         yield Wish(param="reasoning.enabled", thinks=self.enabled)
         yield Wish(param="reasoning.max_tokens", budget=self.max_tokens)
@@ -117,7 +117,7 @@ class ThinkingFields(WireModel):
 
 
 def combined(wishes: Iterable[Wish], *, show: bool) -> ReasoningOptions:
-    """What all of them say. Raises BadRequest for a contradiction.
+    """Combine all of them. Raises BadRequest for a contradiction.
 
     A budget is a bound: it does not switch thinking on, and says nothing where that is off. Only one of 0 switches it
     off.

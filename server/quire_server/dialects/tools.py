@@ -56,7 +56,7 @@ class ToolDefinition(WireModel):
 
 
 def arguments_object(text: str) -> msgspec.Raw | dict[str, object]:
-    """A call's arguments as an object for a reply, as the model spelled it; empty where it wrote no whole one."""
+    """A call's arguments as an object for a reply, as the model spelled it; empty where it is not whole."""
     try:
         is_object = isinstance(read_json(text), dict)
     except ValueError:

@@ -193,6 +193,7 @@ class EngineClient:
         self._held: dict[str, int] = {}  # sequences of held requests, by id
         self._num_held = 0  # sequences of held requests
         self._prompt_tokens = 0
+        self._unanswered: dict[str, int] = {}  # prompt tokens of live requests without an output, by id
         self._clock = clock
         self._seats = SeatMeter(self._num_seats)
         self._retry_line = RetryLine()
@@ -319,6 +320,7 @@ class EngineClient:
         self._streams[request.request_id] = stream
         self._sequences += request.num_sequences
         self._prompt_tokens += len(request.prompt_token_ids)
+        self._unanswered[request.request_id] = len(request.prompt_token_ids)
         self._metrics.occupied(now, self._sequences)
         self._seats.observe(now, sequences=self._sequences - self._num_held)
         self._idle.clear()
@@ -363,9 +365,11 @@ class EngineClient:
 
     def on_step(self, step: StepOutput) -> None:
         """Pass one step's outputs to their streams."""
-        num_tokens = 0
+        num_tokens = num_prompt_tokens = 0
         for output in step.outputs:
             num_tokens += len(output.token_ids)
+            if output.timing is not None:  # the first of a choice, or its last
+                num_prompt_tokens += self._unanswered.pop(output.request_id, 0)
             stream = self._streams.get(output.request_id)
             if stream is not None:
                 stream.deliver(output)
@@ -373,15 +377,17 @@ class EngineClient:
             self._tenants.observe(step.stats.tenants, self._clock())
         if self._ttft is not None:
             for output in step.outputs:
-                if output.timing is not None:  # the first of a choice, or its last
+                if output.timing is not None:
                     self._ttft.answered(output.request_id)
             self._ttft.observe(step.stats, self._clock())
-        self._metrics.observe_step(step.stats, num_tokens)  # last, so that an error in the metrics loses no tokens
+        # Last, so that an error in the metrics loses no tokens.
+        self._metrics.observe_step(step.stats, num_tokens, num_prompt_tokens)
 
     def release(self, request: GenerationRequest, *, finished: bool) -> None:
         """Free the request's place, once; abort it in the engine unless it has finished."""
         if self._streams.pop(request.request_id, None) is None:
             return
+        self._unanswered.pop(request.request_id, None)
         if request.deadline is not None:
             self._deadlines.pop(request.request_id).cancel()
         if self._tenants is not None:

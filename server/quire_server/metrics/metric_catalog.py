@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from quire_engine.config import EnginePlan
 from quire_engine.drafts import MOST_DRAFTS
 from quire_engine.types import NO_DRAFT_CAUSES, PREEMPTION_CAUSES, TRANSFER_EVENTS, WAIT_REASONS, EngineStats, PinEvent
-from quire_server.metrics.metric_values import Counter, Values
+from quire_server.metrics.metric_values import Counter, Histogram, Values
 from quire_server.metrics.prefill_cost import PrefillCost
 from quire_server.metrics.samples import Window
 
@@ -180,6 +180,21 @@ class RequestMetrics:
         )
 
 
+def _tokens_of_steps(values: Values) -> tuple[Histogram, Histogram]:
+    """The tokens of a step as the engine computes them, and as vLLM counts them: by the prompts of its requests."""
+    return (
+        values.histogram(
+            "quire_engine_step_tokens", "Prompt tokens computed and tokens generated in one step.", _ITERATION
+        ),
+        values.histogram(
+            "quire_engine_step_request_tokens",
+            "Tokens generated in one step and, of requests that got their first one, the prompt, cached or not.",
+            _ITERATION,
+            alias="vllm:iteration_tokens_total",
+        ),
+    )
+
+
 class EngineMetrics:
     """The engine's state as of its last message; `show` sets the gauges from it."""
 
@@ -249,12 +264,7 @@ class EngineMetrics:
         self.host_seconds = values.histogram(
             "quire_engine_step_host_seconds", "One step without the model: scheduling and bookkeeping, seconds.", _HOST
         )
-        self.iteration_tokens = values.histogram(
-            "quire_engine_step_tokens",
-            "Prompt tokens computed and tokens generated in one step.",
-            _ITERATION,
-            alias="vllm:iteration_tokens_total",
-        )
+        self.step_tokens, self.iteration_tokens = _tokens_of_steps(values)
         self.computed = values.counter(
             "quire_engine_computed_tokens",
             "Tokens run through the model, by kind; recomputation included.",
@@ -411,8 +421,14 @@ class EngineMetrics:
         self._num_blocks = num_blocks
         self.pool.set(num_blocks)
 
-    def observe(self, stats: EngineStats, generated_tokens: int | None = None) -> None:
-        """The engine's state changed. `generated_tokens`: tokens that the step sent; None takes its decode tokens."""
+    def observe(
+        self, stats: EngineStats, generated_tokens: int | None = None, prompt_tokens: int | None = None
+    ) -> None:
+        """The engine's state changed.
+
+        `generated_tokens`: tokens that the step sent; None takes its decode tokens. `prompt_tokens`: of the prompts
+        whose first token it sent; None takes those that it computed.
+        """
         if stats.blocks_total == 0:  # sent on behalf of an engine that has ended
             return
         self._state = stats
@@ -450,19 +466,24 @@ class EngineMetrics:
             num_saved = self._saved.advance(stats.total_prefill_tokens_saved)
             self.saved_seconds.inc(num_saved * self._prefill_cost.seconds_per_token)
         if stats.step_seconds > stats.host_seconds:  # otherwise the model did not run: the message reports an abort
-            self._steps.append(stats)
             generated = stats.decode_tokens if generated_tokens is None else generated_tokens
-            self.steps.inc()
-            self.step_seconds.observe(stats.step_seconds)
-            self.host_seconds.observe(stats.host_seconds)
-            self.iteration_tokens.observe(stats.prefill_tokens + generated)
-            self._prefill_cost.learn(
-                prompt_tokens=stats.prefill_tokens,
-                num_decodes=stats.decode_tokens,
-                seconds=stats.step_seconds - stats.host_seconds,
-            )
-            self.computed.inc(stats.prefill_tokens, "prefill")
-            self.computed.inc(stats.decode_tokens, "decode")
+            self._observe_step(stats, generated, stats.prefill_tokens if prompt_tokens is None else prompt_tokens)
+
+    def _observe_step(self, stats: EngineStats, generated: int, begun: int) -> None:
+        """Count a step. `generated`: tokens that it sent; `begun`: of the prompts whose first token it sent."""
+        self._steps.append(stats)
+        self.steps.inc()
+        self.step_seconds.observe(stats.step_seconds)
+        self.host_seconds.observe(stats.host_seconds)
+        self.step_tokens.observe(stats.prefill_tokens + generated)
+        self.iteration_tokens.observe(begun + generated)
+        self._prefill_cost.learn(
+            prompt_tokens=stats.prefill_tokens,
+            num_decodes=stats.decode_tokens,
+            seconds=stats.step_seconds - stats.host_seconds,
+        )
+        self.computed.inc(stats.prefill_tokens, "prefill")
+        self.computed.inc(stats.decode_tokens, "decode")
 
     @property
     def state(self) -> EngineStats:

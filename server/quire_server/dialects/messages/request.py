@@ -51,6 +51,12 @@ _OF_ROLE = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
+# Blocks that Anthropic's own tools leave in histories.
+_FOREIGN = (
+    *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result"),
+    *("bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result"),
+    *("mcp_tool_use", "mcp_tool_result", "container_upload", "compaction"),
+)
 _CACHE_CONTROL = "cache_control"
 DEFAULT_TTL = "5m"
 _TTL_SECONDS = {DEFAULT_TTL: 300.0, "1h": 3600.0}
@@ -90,6 +96,8 @@ def _kind(value: object) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str):
         return None
+    if kind in _FOREIGN:
+        return "foreign"
     if kind not in _KINDS:
         raise Unsupported(
             f"Content blocks of type '{kind[:64]}' are not supported; {', '.join(_KINDS)} are.", param="messages"
@@ -124,6 +132,12 @@ class ToolUseBlock(WireModel):
     input: dict[str, object]
 
 
+class ForeignBlock(WireModel):
+    """A step of a tool that only Anthropic's servers run; reported as ignored, and not in the prompt."""
+
+    type: str = Field(json_schema_extra={"enum": list(_FOREIGN)})
+
+
 _BLOCK_ERROR = {
     "custom_error_type": "block_type",
     "custom_error_message": "expected a content block: an object with a 'type'",
@@ -143,7 +157,7 @@ class ToolResultBlock(WireModel):
     is_error: bool | None = Field(None, description="true: the prompt has 'Error: ' before the content")
 
 
-Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock | ForeignBlock
 Blocks = Annotated[
     list[
         Annotated[
@@ -151,7 +165,8 @@ Blocks = Annotated[
             | Annotated[ThinkingBlock, Tag("thinking")]
             | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
             | Annotated[ToolUseBlock, Tag("tool_use")]
-            | Annotated[ToolResultBlock, Tag("tool_result")],
+            | Annotated[ToolResultBlock, Tag("tool_result")]
+            | Annotated[ForeignBlock, Tag("foreign")],
             Discriminator(_kind, **_BLOCK_ERROR),
         ]
     ],
@@ -168,7 +183,7 @@ class Message(WireModel):
     @model_validator(mode="after")
     def _check_blocks(self) -> Message:
         for block in self.blocks:
-            if block.type not in _OF_ROLE[self.role]:
+            if block.type not in (*_OF_ROLE[self.role], *_FOREIGN):
                 raise ValueError(f"a message of the role '{self.role}' cannot have a block of the type '{block.type}'")
         return self
 
@@ -182,8 +197,10 @@ class Message(WireModel):
         """The names of fields and blocks that are not in the prompt."""
         yield from extras_of(self)
         for block in self.content if not isinstance(self.content, str) else ():
-            if isinstance(block, RedactedThinkingBlock):
+            if isinstance(block, RedactedThinkingBlock | ForeignBlock):
                 yield block.type
+            if isinstance(block, ForeignBlock):
+                continue
             yield from (f"content.{name}" for name in extras_of(block))
             if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
                 for part in block.content:
@@ -467,11 +484,7 @@ class CountTokensRequest(ThinkingFields):
             tools=tools,
             structure=self._structure(),
             reasoning=self.reasoning_options(
-                Wish(
-                    param="output_config.effort",
-                    effort=None if self.output_config is None else self.output_config.effort,
-                ),
-                show=self.thinking is None or self.thinking.display != "omitted",
+                self._effort(), show=self.thinking is None or self.thinking.display != "omitted"
             ),
             model=self.model,
             ignored=tuple(dict.fromkeys(ignored)),
@@ -498,6 +511,12 @@ class CountTokensRequest(ThinkingFields):
         if self.output_config is not None and self.output_config.format is not None:
             wanted, param = self.output_config.format, "output_config.format"
         return None if wanted is None else Structure(kind="json_schema", value=json.dumps(wanted.schema_), param=param)
+
+    def _effort(self) -> Wish:
+        """The effort, which is of the whole answer: where thinking is disabled it says nothing of that."""
+        given = None if self.output_config is None else self.output_config.effort
+        is_off = self.thinking is not None and self.thinking.type == "disabled"
+        return Wish(param="output_config.effort", effort=None if is_off else given)
 
     def _review(self) -> list[str]:
         """The names of fields without effect."""

@@ -5,6 +5,7 @@ An item is text only, and its stored form validates again as the same item.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, model_validator
@@ -15,6 +16,8 @@ from quire_server.errors import Unsupported
 MAX_ITEMS = 4096
 MAX_PARTS = 1024
 
+# Types of items that OpenAI's own tools leave in histories: web_search_call, computer_call_output, mcp_list_tools, ...
+_FOREIGN = re.compile(r"[a-z_]+_call(_output)?|mcp_[a-z_]+|compaction[a-z_]*")
 _PART_KINDS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
 ItemId = Annotated[str, Field(max_length=256)]
@@ -199,6 +202,12 @@ class ReasoningItem(WireModel):
         }
 
 
+class ForeignItem(WireModel):
+    """An item of a history that began elsewhere: a step of tools that only OpenAI's servers run. It is passed over."""
+
+    type: Annotated[str, Field(pattern=_FOREIGN.pattern, max_length=64)]
+
+
 class ItemReference(WireModel):
     """An item of a stored response, by its id."""
 
@@ -207,7 +216,7 @@ class ItemReference(WireModel):
 
 
 def _kind(value: object) -> str | None:
-    """The type of an item, which selects its model. Raises BadRequest for items of OpenAI's own tools."""
+    """The type of an item, which selects its model. Raises BadRequest for types that are not known."""
     if not isinstance(value, dict):
         return None
     kind = value.get("type")
@@ -215,6 +224,8 @@ def _kind(value: object) -> str | None:
         return "message" if "role" in value else "item_reference" if "id" in value else None
     if not isinstance(kind, str):
         return None
+    if kind not in _KINDS and _FOREIGN.fullmatch(kind):
+        return "foreign"
     if kind not in _KINDS:
         raise Unsupported(f"Items of type '{kind[:64]}' are not supported; {', '.join(_KINDS)} are.", param="input")
     return kind
@@ -238,6 +249,7 @@ Item = Annotated[
     | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[CustomOutputItem, Tag("custom_tool_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ForeignItem, Tag("foreign")]
     | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(
         _kind,

@@ -35,8 +35,10 @@ from quire_server.dialects.responses.items import (
     ContentItem,
     CustomCallItem,
     CustomOutputItem,
+    ForeignItem,
     FunctionCallItem,
     FunctionOutputItem,
+    ItemReference,
     Items,
     MessageItem,
     ReasoningItem,
@@ -341,6 +343,11 @@ class ResponseRequest(DecodingFields, ServingFields, ThinkingFields):
             "user": self.user,
         }
 
+    @property
+    def own_items(self) -> list[ContentItem | ItemReference]:
+        """The input without what is passed over."""
+        return [item for item in self.input if not isinstance(item, ForeignItem)]
+
     def offered(self) -> dict[str, Offered]:
         """The tools by the names that the model knows them by. Raises BadRequest for two of one name."""
         return all_offered(self.tools or ())
@@ -418,6 +425,7 @@ class ResponseRequest(DecodingFields, ServingFields, ThinkingFields):
             ignored += [f"text.{name}" for name in self.text.without_effect()]
         for tool in self.tools or ():
             ignored += [f"tools.{name}" for name in tool.without_effect()]
+        ignored += [f"input.{item.type}" for item in self.input if isinstance(item, ForeignItem)]
         for item in items:
             names = review_extras(item.model_extra)
             if isinstance(item, MessageItem) and not isinstance(item.content, str):

@@ -46,7 +46,7 @@ async def create_response(body: Body, request: Request) -> Response:
     previous, items = _conversation(body, store, owner)
     stem = new_stem()
     weight = caller_of(request).tenant.weight
-    new, keeps = items[len(items) - len(body.input) :], store.is_on and body.store is not False
+    new, keeps = items[len(items) - len(body.own_items) :], store.is_on and body.store is not False
     options = body.options(items)
     if body.store and not keeps:
         options = replace(options, ignored=(*options.ignored, "store"))
@@ -139,7 +139,7 @@ def _conversation(
                 code="previous_response_not_found",
             )
     items: list[ContentItem] = [] if previous is None else _decoded(previous.history())
-    for item in body.input:
+    for item in body.own_items:
         items.append(_referenced(item, store, owner) if isinstance(item, ItemReference) else item)
     return previous, items
 

@@ -7,7 +7,15 @@ from unittest.mock import Mock
 
 import pytest
 
-from quire_engine.types import EngineStats, GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
+from quire_engine.types import (
+    EngineStats,
+    GenerationRequest,
+    RequestTiming,
+    SamplingParams,
+    StepOutput,
+    StopParams,
+    TokenOutput,
+)
 from quire_server.engine.admission import QueueLimits
 from quire_server.engine.budgets import LONGEST_SECONDS
 from quire_server.engine.engine_client import EngineClient, RequestStream
@@ -61,5 +69,30 @@ def test_who_is_refused_while_the_engine_is_absent_comes_again_when_it_is_there(
         there = refused_for(0.0)
         assert refused_for(7.0) == pytest.approx(there + 7.0, abs=0.1)
         assert refused_for(1000.0) == pytest.approx(LONGEST_SECONDS, abs=0.1)
+
+    asyncio.run(body())
+
+
+def test_a_prompt_counts_once_in_the_step_of_its_first_token_however_much_was_cached() -> None:
+    async def body() -> None:
+        client = EngineClient(Mock(), plan=make_plan(), limits=QueueLimits(max_sequences=4), metrics=Mock())
+        for name in ("a", "b"):
+            request = GenerationRequest(
+                request_id=name,
+                prompt_token_ids=(1, 2, 3, 4, 5),
+                sampling=SamplingParams(),
+                stop=StopParams(max_new_tokens=8),
+                n=2,
+            )
+            client.submit(request, RequestStream(client))
+        timing = RequestTiming(queue_seconds=0.0, kv_wait_seconds=0.0, prefill_seconds=0.1, num_preemptions=0)
+        first = [TokenOutput(request_id="a", choice=i, token_ids=(7,), timing=timing) for i in range(2)]
+        more = [TokenOutput(request_id="a", choice=i, token_ids=(7,)) for i in range(2)]
+        last = [TokenOutput(request_id="a", choice=i, token_ids=(7,), timing=timing, finish="length") for i in range(2)]
+        other = [TokenOutput(request_id="b", token_ids=(7,), timing=timing, num_cached_tokens=4)]
+        for outputs in (first, more, last + other):
+            client.on_step(StepOutput(step_id=1, outputs=tuple(outputs), stats=EngineStats()))
+        counts = [call.args[1:] for call in client._metrics.observe_step.call_args_list]  # type: ignore[attr-defined]
+        assert counts == [(2, 5), (2, 0), (3, 5)]
 
     asyncio.run(body())
