@@ -59,11 +59,13 @@ async def test_steps_of_tools_that_others_ran_are_passed_over_and_named() -> Non
     ]
     engine, hello = FakeEngine(), {"type": "message", "role": "user", "content": "hi"}
     async with connect(make_app(engine=engine)) as client:
-        reply = await client.post("/v1/responses", json={"model": "fake", "input": [*foreign[:4], hello]})
+        reply = await client.post(
+            "/v1/responses", json={"model": "fake", "input": [*foreign[:4], hello], "max_output_tokens": 4}
+        )
         assert reply.status_code == 200, reply.text
         names = [f"input.{item['type']}" for item in foreign[:4]]
         assert reply.headers["x-quire-ignored"] == ", ".join(names)
-        plain = await client.post("/v1/responses", json={"model": "fake", "input": [hello]})
+        plain = await client.post("/v1/responses", json={"model": "fake", "input": [hello], "max_output_tokens": 4})
         assert engine.submitted[0].prompt_token_ids == engine.submitted[1].prompt_token_ids
         listed = (await client.get(f"/v1/responses/{reply.json()['id']}/input_items")).json()["data"]
         assert [item["type"] for item in listed] == ["message"]
