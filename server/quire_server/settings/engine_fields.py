@@ -52,7 +52,8 @@ class EngineFields(BaseModel):
     model: str = option(
         DEMO_MODEL,
         "Model",
-        "directory of a checkpoint, a GGUF file, the name of either on the Hub, or the embedded quire-demo",
+        "directory of a checkpoint, a GGUF file, the name of either on the Hub, the embedded quire-demo, or smollm2"
+        " once fetched",
     )
     served_model_name: Names = option(
         (),
