@@ -9,17 +9,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from quire_server.answering.constraining.json_schema import JsonRules, SchemaRefused
 from quire_server.answering.constraining.lark_in_json import in_json
 from quire_server.answering.constraining.schemas import (
     ANY_TEXT,
     Schema,
-    SchemaRefused,
-    check_size,
     ending_in,
     expression,
-    json_value,
     literal,
     not_beginning_with,
+    parsed,
     reviewed,
     without,
     written,
@@ -31,7 +30,7 @@ from quire_server.text.parsing.reasoning import TokenId
 from quire_server.text.parsing.tagged import kinds_of_schema
 from quire_server.text.parsing.tool_format import Parameters, ToolFormat
 
-MAX_RULES_CHARS = 131_072  # of all tools' schemas, without descriptions
+MAX_RULES_CHARS = 1_048_576  # of all tools' grammars
 _NUMBER = "/:[0-9]{1,4}/"
 _NAME = "/[A-Za-z0-9_-]{1,64}/"
 _NARROWING = ("pattern", "format", "minLength", "maxLength")  # of strings
@@ -93,14 +92,16 @@ class _Writer:
             self._tools = tuple(tool for tool in tools.tools if tool.name == tools.function)
         self._is_one = tools.choice == "function" or not tools.parallel or tool_format.one_call
         self._forced = tools.choice != "auto"
+        self._json = JsonRules()
 
     def calls(self, *, free_text: bool) -> Calls:
         style = self._format.parameters
         if style is None:
-            rules = [f"arguments_{i}: {_arguments(tool)}" for i, tool in enumerate(self._tools)]
+            rules = [f"arguments_{i}: {self._arguments(tool)}" for i, tool in enumerate(self._tools)]
         else:
             rules = [rule for i, tool in enumerate(self._tools) for rule in self._parameters(i, tool, style)]
             rules += self._free_value(style)
+        rules += self._json.lines()
         if sum(map(len, rules)) > MAX_RULES_CHARS:
             raise BadRequest(f"The tools' parameters have more than {MAX_RULES_CHARS} characters.", param="tools")
         begin, opener = self._format.begin, self._format.opener
@@ -190,13 +191,13 @@ class _Writer:
         known = schema if isinstance(schema, Mapping) else {}
         definitions: Schema = {name: root[name] for name in ("$defs", "definitions") if name in root}
         if style.quotes:
-            return json_value({**known, **definitions}, lenient=not tool.strict), False
+            return self._value_of(tool, {**known, **definitions}), False
         constants = [known["const"]] if "const" in known else known.get("enum")
         if isinstance(constants, list) and constants and "string" in kinds:
             shown = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in constants]
             return " | ".join(map(literal, shown)), kinds == {"string"}
         if "string" not in kinds and known:
-            return json_value({**known, **definitions}, lenient=not tool.strict), False
+            return self._value_of(tool, {**known, **definitions}), False
         if tool.strict and (narrowed := next((name for name in _NARROWING if name in known), None)):
             raise BadRequest(
                 f"The parameters of the tool {tool.name[:64]!r} cannot be enforced: in the format in which this model"
@@ -208,13 +209,28 @@ class _Writer:
     def _free_value(self, style: Parameters) -> list[str]:
         """Rules for a value that is any text, with what follows it."""
         if style.quotes:
-            return [f"free_value: {json_value({})}"]
+            return [f"free_value: {self._json.value({})}"]
         end = style.after.rstrip("\n")
         rest = self._written(style.after[len(end) :])
         if end in self._format.markers and self._token_id(end) is not None:
             closed = written(end, [end], self._token_id)
             return [f"free_value: FREE? {closed} {rest}", f"FREE: {without(end)}"]
         return [f"free_value: free_text {rest}", f"free_text[lazy]: {ending_in(end)}"]
+
+    def _arguments(self, tool: Tool) -> str:
+        """The right side of a tool's rule for arguments; without `strict`, as much of its schema as possible."""
+        if tool.parameters is None:
+            return self._json.value({"type": "object"})
+        if tool.input_grammar:
+            return _input(tool)
+        return self._value_of(tool, _schema(tool))
+
+    def _value_of(self, tool: Tool, schema: Schema) -> str:
+        """The rule of a JSON value by the tool's schema or a part of it. Raises BadRequest."""
+        try:
+            return self._json.value(schema, lenient=not tool.strict)
+        except SchemaRefused as refusal:
+            raise _refused(tool, refusal) from None
 
     def _written(self, value: str) -> str:
         return written(value, self._format.markers, self._token_id)
@@ -232,25 +248,17 @@ def _input(tool: Tool) -> str:
         ) from None
 
 
-def _arguments(tool: Tool) -> str:
-    """The right side of a tool's rule for arguments; without `strict`, as much of its schema as possible."""
-    if tool.parameters is None:
-        return json_value({"type": "object"})
-    if tool.input_grammar:
-        return _input(tool)
-    return json_value(_schema(tool), lenient=not tool.strict)
-
-
 def _schema(tool: Tool) -> Schema:
     """The schema of a tool's arguments. Raises BadRequest."""
     try:
         as_text = json.dumps(tool.parameters)
-        check_size(as_text)
-        schema = reviewed(json.loads(as_text), lenient=not tool.strict)
+        schema = reviewed(parsed(as_text), lenient=not tool.strict)
         if schema.setdefault("type", "object") != "object":
             raise SchemaRefused("the schema must be of an object")
     except (SchemaRefused, ValueError, RecursionError) as refusal:
-        raise BadRequest(
-            f"The parameters of the tool {tool.name[:64]!r} cannot be enforced: {refusal}.", param="tools"
-        ) from None
+        raise _refused(tool, refusal) from None
     return schema
+
+
+def _refused(tool: Tool, refusal: Exception) -> BadRequest:
+    return BadRequest(f"The parameters of the tool {tool.name[:64]!r} cannot be enforced: {refusal}.", param="tools")

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire_server.answering.constraining.calls import Calls, written_calls
+from quire_server.answering.constraining.json_schema import SchemaRefused
 from quire_server.answering.constraining.schemas import (
-    SchemaRefused,
     ending_in,
     expression,
     json_value,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 
-from quire_server.answering.constraining.schemas import SchemaRefused
+from quire_server.answering.constraining.json_schema import SchemaRefused
 
 # Of a grammar: a text, an expression, a comment, the head of a definition, a name or anything else.
 _PIECE = re.compile(

@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
 from typing import TypeAlias, cast
-from urllib.parse import unquote
 
+from quire_server.answering.constraining.json_schema import FORMATS, PLAIN_INTEGERS, SchemaRefused, grammar, resolved
 from quire_server.text.parsing.reasoning import TokenId
 
-# Whitespace between the parts of a JSON value: a space, or a line break and an indentation. It is bounded, since models
-# may write unbounded whitespace for ever.
-_WHITESPACE = r" |\r?\n[ \t]{0,16}"
 ANY_TEXT = "/(?s:.*)/"
 
 
@@ -54,11 +52,11 @@ def not_beginning_with(characters: str) -> str:
 
 
 def json_value(schema: Mapping[str, object], *, compact: bool = False, lenient: bool = False) -> str:
-    """A JSON value that conforms to the schema; `compact`: without whitespace between its parts."""
-    options: dict[str, object] = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITESPACE}
-    if lenient:
-        options["lenient"] = True
-    return f"%json {json.dumps({'x-guidance': options, **schema}, separators=(',', ':'))}"
+    """A JSON value that conforms to the schema; `compact`: without whitespace between its parts.
+
+    Raises SchemaRefused.
+    """
+    return f"%lark {{\n{grammar(schema, compact=compact, lenient=lenient)}\n}}"
 
 
 def _plain(value: str) -> str:
@@ -92,23 +90,18 @@ _ANNOTATIONS = (
     "title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly", "writeOnly",
     "$vocabulary", "x-guidance",
 )  # fmt: skip
-# Formats of strings: those that the grammar enforces, and others of the standard. Unknown formats are annotations.
-FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+# Formats of the standard beside those that the grammar enforces. Unknown formats are annotations.
 UNSUPPORTED_FORMATS = (
     "idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "regex", "relative-json-pointer",
     "uri-reference", "uri-template",
 )  # fmt: skip
 
 
-class SchemaRefused(Exception):
-    """The reason why a schema is refused, with the place in it."""
-
-
 def parsed(text: str) -> Schema:
-    """Parse a schema that was sent as text. Raises SchemaRefused."""
+    """Parse a schema that was sent as text, its numbers as they are written. Raises SchemaRefused."""
     check_size(text)
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_float=Decimal)
     except (ValueError, RecursionError) as error:
         raise SchemaRefused(f"the schema is not JSON: {error}") from None
     if value is True:
@@ -137,17 +130,18 @@ class _Review:
         self._root = root
         self._lenient = lenient
         self._seen: set[int] = set()
-        self._references: list[tuple[str, str]] = []  # (reference, its place)
+        self._references: list[tuple[str, str]] = []  # each with its place
 
     def run(self) -> None:
+        dialect = self._root.get("$schema")
         self._walk(self._root, "#", 0)
         while self._references:
             reference, path = self._references.pop()
-            target = self._target(reference, path)
+            target = resolved(self._root, reference, path)
             if isinstance(target, dict):
                 self._walk(cast(Schema, target), reference, 0)
-            elif not isinstance(target, bool):
-                raise SchemaRefused(f"'$ref' at {path} leads to something that is no schema")
+        if isinstance(dialect, str) and any(name in dialect for name in PLAIN_INTEGERS):
+            self._root["$schema"] = dialect
 
     def _walk(self, schema: Schema, path: str, depth: int) -> None:
         if id(schema) in self._seen:
@@ -162,10 +156,7 @@ class _Review:
         self._review_format(schema, path)
         reference = schema.get("$ref")
         if reference is not None:
-            if not isinstance(reference, str) or not reference.startswith("#"):
-                raise SchemaRefused(f"'$ref' at {path} leads out of the schema; only references within it are followed")
-            if reference == "#" or reference.startswith("#/"):  # other references are anchors
-                self._references.append((reference, path))
+            self._references.append((cast(str, reference), path))
         constants = schema.get("enum")
         for constant in [*(constants if isinstance(constants, list) else ()), schema.get("const")]:
             if isinstance(constant, str) and len(constant) > MAX_CONSTANT_CHARS:
@@ -202,19 +193,6 @@ class _Review:
         if is_text and name in UNSUPPORTED_FORMATS and not self._lenient:
             raise SchemaRefused(f"the format '{name}' at {path} is not supported")
         del schema["format"]
-
-    def _target(self, reference: str, path: str) -> object:
-        """The value that a JSON pointer into the schema refers to."""
-        here: object = self._root
-        for step in reference.split("/")[1:]:
-            name = _unescaped(step)
-            if isinstance(here, dict) and name in here:
-                here = here[name]
-            elif isinstance(here, list) and name.isdecimal() and int(name) < len(here):
-                here = here[int(name)]
-            else:
-                raise SchemaRefused(f"'$ref' at {path} leads to {reference[:128]}, which is not there")
-        return here
 
 
 def _subschemas(schema: Schema, path: str) -> Iterator[tuple[Schema, str]]:
@@ -257,8 +235,3 @@ def _has_no_effect(name: str, value: object) -> bool:
     if name in ("unevaluatedProperties", "unevaluatedItems"):
         return value is True or value == {}
     return name == "not" and value is False
-
-
-def _unescaped(step: str) -> str:
-    """A step of a JSON pointer in a URI fragment."""
-    return unquote(step).replace("~1", "/").replace("~0", "~")

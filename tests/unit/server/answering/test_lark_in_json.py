@@ -7,8 +7,8 @@ import json
 import pytest
 
 from quire_server.answering.constraining.calls import written_calls
+from quire_server.answering.constraining.json_schema import SchemaRefused
 from quire_server.answering.constraining.lark_in_json import in_json
-from quire_server.answering.constraining.schemas import SchemaRefused
 from quire_server.answering.options import Tool, ToolOptions
 from quire_server.errors import BadRequest
 from quire_server.text.parsing.formats import TOOL_FORMATS
