@@ -379,10 +379,9 @@ def build(
     made = _make_executor(resolved, decoder, pool, grammars, adapters, ranks or leader, surviving)
     executor, swap_seconds, host_keys, store, peers = made
     plan = resolved.plan(pool, load_seconds=time.perf_counter() - started, swap_seconds=swap_seconds)
-    if peers is not None:
-        plan = replace(plan, kv_address=peers.address)
+    address = plan.kv_address if peers is None else peers.address
     speculate, measured = _speculate(resolved, plan.scheduler, drafter, executor, surviving)
-    plan = replace(plan, row_seconds=tuple(measured.items()))
+    plan = replace(plan, row_seconds=tuple(measured.items()), kv_address=address)
     scheduler = Scheduler(
         plan.scheduler, host_keys=host_keys, store=store, peers=peers, record=surviving, speculate=speculate
     )
