@@ -45,6 +45,8 @@ ONLY_IN = {
     "opentelemetry": ("quire_server.logs.tracing", "quire_server.logs.otlp_metrics"),
     "llguidance": ("quire_engine.execution.constrained", "quire_server.text.grammar_worker"),
     "typing_extensions": ("quire_server",),
+    "compression": ("quire_server.http.content_coding",),  # the standard library's from Python 3.14 on
+    "backports": ("quire_server.http.content_coding",),
     "nixl": ("quire_engine.execution.memory_agents",),
     "mooncake": ("quire_engine.execution.memory_agents",),
     "zmq": ("quire_server.engine.kv_events.publisher",),

@@ -144,7 +144,7 @@ class Guard:
             await send_error(internal_error(), scope, exchange.receive, exchange.send)
 
     def _decoded(self, scope: Scope, receive: Receive) -> Receive:
-        """What brings the content of the body. Raises UnsupportedMediaType."""
+        """Return a channel of the body's decoded content. Raises UnsupportedMediaType."""
         coding, hold = coding_of(scope["headers"]), hold_of(scope)
         if coding is None or hold is None:
             return receive
