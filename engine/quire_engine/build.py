@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -273,9 +273,7 @@ class Resolved:
             load_seconds=load_seconds,
             scheduler=self._scheduler(pool, swap_seconds),
             quantization=asked.quantization,
-            stored_as=self.parameters.stored_as(self.model.quantisation),
-            gguf_type="" if self.model.quantisation is None else self.model.quantisation.main_type,
-            keeps_stored=bool(self.parameters.kept(self.kernels)),
+            **self._stored(),
             kv_cache_dtype=asked.kv_cache_dtype,
             deterministic=asked.deterministic or self.device.type == "cpu",
             implementation=self.implementation,
@@ -304,6 +302,15 @@ class Resolved:
             layer_attention=self.model.num_heads * self.model.head_dim * (self.model.num_layers - 1),
             sampled_attention=self.model.num_heads * self.model.head_dim,
         )
+
+    def _stored(self) -> dict[str, Any]:
+        """How the checkpoint stores its matrices, and whether they stay so: fields of the plan."""
+        form = self.model.quantisation
+        return {
+            "stored_as": self.parameters.stored_as(form),
+            "gguf_type": "" if form is None else form.main_type,
+            "keeps_stored": bool(self.parameters.kept(self.kernels)),
+        }
 
     def _scheduler(self, pool: PoolSize, swap_seconds: float) -> SchedulerConfig:
         return SchedulerConfig(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from quire_engine.errors import ModelLoadError
-from quire_engine.plain_files import open_plain
+from quire_engine.plain_files import open_plain, read_plain_text
 
 Scalar = int | float | bool | str
 Value = Scalar | list[int] | list[float] | list[bool] | list[str]
@@ -278,7 +278,7 @@ def typed_name(path: Path | str) -> str:
     """The name for messages: of a folder that stands for a GGUF file, or of a file made in it, the user's own."""
     for folder in (Path(path), Path(path).parent):
         try:
-            return (folder / _TYPED_NAME).read_text(encoding="utf-8")
+            return read_plain_text(folder / _TYPED_NAME)
         except (OSError, ValueError):
             continue
     return str(path)
