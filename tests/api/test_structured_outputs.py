@@ -32,8 +32,8 @@ async def engine_and_client(anyio_backend: str):
 async def test_the_engine_is_told(engine_and_client, path: str):
     engine, client = engine_and_client
     for fields, words in (
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, '"a":{"type":"integer"}'),
-        ({"response_format": {"type": "json_object"}}, "%json"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, "/\\x22a\\x22"),
+        ({"response_format": {"type": "json_object"}}, "%lark"),
         ({"guided_choice": ["yes", "no"]}, '"yes" | "no"'),
         ({"ebnf": 'root ::= "a"'}, '"a"'),
         ({"response_format": {"type": "text"}}, ""),

@@ -12,7 +12,9 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
+import anyio.to_thread
 from fastapi import Request
 
 from quire_engine.types import Adapter, BeamParams, GenerationRequest, SamplingParams, ThinkingParams
@@ -410,12 +412,16 @@ async def _grammar(
     state: ServerState, options: GenerationOptions, parsing: ReplyParsing | None, scope: str
 ) -> tuple[str, int | None]:
     """The grammar for the whole reply, checked by a compilation, and its `opener`; empty: none. Raises BadRequest."""
-    asked = constraint(
+    make = partial(
+        constraint,
         options,
         tool_format=None if parsing is None else parsing.call_format,
         thinking=None if parsing is None else parsing.thoughts,
         token_id=state.tokenizer.token_id,
     )
+    # Schemas are compiled beside the event loop: large ones take longer than it may pause.
+    is_short = options.tools is None and (options.structure is None or options.structure.kind != "json_schema")
+    asked = make() if is_short else await anyio.to_thread.run_sync(make)
     if asked is None:
         return "", None
     return await state.grammars.accept(asked.grammar, param=asked.param, scope=scope), asked.opener

@@ -76,8 +76,8 @@ class GrammarTrial:
         _check(matcher)
         for position in range(_TRIED_TOKENS):
             mask = matcher.compute_bitmask()
-            if matcher.is_error() and position == 0 and "NoExtension" in matcher.get_error():
-                raise _Refused("no text fulfils it")
+            if matcher.is_error() and "NoExtension" in matcher.get_error():
+                raise _Refused("no text fulfils it" if position == 0 else "a text that it allows to begin has no end")
             _check(matcher)
             if matcher.is_stopped():
                 return

@@ -14,6 +14,7 @@ from functools import lru_cache
 MOST_ZEROS = 6
 MOST_EXPONENT = 18
 LEAST_EXPONENT = -9
+DOUBLE_DIGITS = 15  # beyond these only whole numbers are read as they are written, where they have no exponent
 MOST_DIGITS = 60  # of a number that is written out
 
 _EXACT = Context(prec=500)  # no calculation here has as many digits
@@ -59,6 +60,8 @@ def constant(value: Decimal, *, text: str) -> str:
     """The expression of one number; `text`: its spelling in the schema, which may be its only short one."""
     sign, digits, power = _parts(value)
     spellings = [_plain(text)]
+    if len(digits) > DOUBLE_DIGITS:
+        return _either(spellings)
     if digits == "0":
         return _either([*spellings, f"\\x2d?0{_ZEROS}"])
     last = len(digits) - 1

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from quire_server.answering.constraining.json_schema.characters import ALL, one, spelled, spelled_constant
 from quire_server.answering.constraining.json_schema.formats import FORMATS
 from quire_server.answering.constraining.json_schema.numbers import (
+    DOUBLE_DIGITS,
     MOST_DIGITS,
     PLAIN_INTEGER,
     any_number,
@@ -136,6 +137,8 @@ def _number(shape: Number) -> str | None:
     for bound, expression in ((shape.low, at_least), (shape.high, at_most)):
         if bound is not None:
             _check_bound(bound, shape.place)
+            if shape.is_integer and len(str(abs(int(bound.value)))) > DOUBLE_DIGITS:
+                parts.append(PLAIN_INTEGER)
             parts.append(expression(bound.value, excluded=bound.excluded, is_integer=shape.is_integer))
     return " & ".join(f"/{each}/" for each in parts or [any_number(is_integer=shape.is_integer)])
 
