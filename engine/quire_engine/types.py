@@ -187,6 +187,7 @@ class GenerationRequest:
     service_class: ServiceClass = "interactive"
     deadline: float | None = None  # on the clock of arrival_time; unfinished then, it ends with an error
     beam: BeamParams | None = None  # beam search instead of sampling; outputs come at its end
+    tells_progress: bool = False  # a step that computes a part of its prompt, but not the last one, has an output
     speculates: bool = True  # guessed tokens may be computed for it, where the engine does that
     prediction: tuple[int, ...] = ()  # the client's own guess of the answer, for such guesses
     adapter: Adapter | None = None  # None: the model's own weights alone
@@ -233,6 +234,14 @@ class RequestTiming:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptProgress:
+    """How far a prompt is computed before its request's first token."""
+
+    num_computed: int  # prompt tokens, with those served from the prefix cache
+    seconds: float  # since the request was first scheduled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutput:
     """New tokens of one choice of one request; `finish` is set exactly once per choice."""
 
@@ -253,6 +262,7 @@ class TokenOutput:
     predicted: tuple[int, int] | None = (
         None  # with a prediction: guessed tokens of this step, and those that were right
     )
+    progress: PromptProgress | None = None  # in an output that tells this and brings no token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

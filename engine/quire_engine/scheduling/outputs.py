@@ -15,6 +15,7 @@ from quire_engine.types import (
     DEADLINE_EXCEEDED,
     DEADLINE_PASSED,
     FinishReason,
+    PromptProgress,
     RequestTiming,
     TokenLogprobs,
     TokenOutput,
@@ -58,6 +59,18 @@ def prompt_only_output(sequence: Sequence) -> TokenOutput:
         finish="length",
         num_cached_tokens=group.num_cached_tokens,
         timing=_timing(group),
+    )
+
+
+def progress_output(sequence: Sequence, num_computed: int, now: float) -> TokenOutput:
+    """The output of a step that has computed a prompt up to `num_computed` of its tokens, and not to its end."""
+    group = sequence.group
+    began = now if group.first_scheduled is None else group.first_scheduled
+    return TokenOutput(
+        request_id=group.request.request_id,
+        choice=sequence.choice,
+        num_cached_tokens=group.num_cached_tokens,
+        progress=PromptProgress(num_computed=num_computed, seconds=now - began),
     )
 
 

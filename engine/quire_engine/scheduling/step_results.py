@@ -15,7 +15,13 @@ from quire_engine.scheduling.beam_forks import BeamForks
 from quire_engine.scheduling.decode_columns import DecodeColumns
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.log.step_log import StepLog
-from quire_engine.scheduling.outputs import error_output, error_outputs, prompt_only_output, token_output
+from quire_engine.scheduling.outputs import (
+    error_output,
+    error_outputs,
+    progress_output,
+    prompt_only_output,
+    token_output,
+)
 from quire_engine.scheduling.planner import Planner
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
@@ -125,6 +131,8 @@ class StepResults:
             outputs = [self._take_tokens(each, item, result, now) for each in (sequence, *forks)]
         elif sequence.group.max_new_tokens == 0 and item.end == item.num_prompt_tokens:
             outputs = self._finish_prompt_only(sequence.group, now)
+        elif sequence.group.request.tells_progress and not sequence.has_output and item.end < item.num_prompt_tokens:
+            outputs = [progress_output(sequence, item.end, now)]
         return outputs
 
     def _take_in_columns(self, sequence: Sequence, item: ScheduledSequence, result: StepResult) -> TokenOutput | None:

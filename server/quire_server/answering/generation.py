@@ -64,6 +64,17 @@ class Usage:
     rejected_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptNews:
+    """How far a prompt is computed; counts are tokens."""
+
+    prompt: int  # its number
+    total: int
+    cached: int
+    computed: int  # with the cached ones
+    seconds: float  # since the computation began
+
+
 class Way(Protocol):
     """The way to the client: `http.sse`'s, of one event stream."""
 
@@ -137,6 +148,7 @@ class Generation:
         )
         self.prompt_logprobs: dict[int, tuple[TokenLogprobs | None, ...]] = {}  # by prompt number
         self.finished = False  # whether every choice has its finish reason
+        self.prompt_news: list[PromptNews] = []  # not rendered yet; empty where the client has not asked for them
         self._records: list[RequestRecord] = []
         self._options = options
         self._tokenizer = tokenizer
@@ -155,6 +167,8 @@ class Generation:
 
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta]]:
         """The new content, once per wake-up and at most one delta per choice. The generator must be closed.
+
+        An item is empty where there is news of prompts alone.
 
         Raises QueueFull and BudgetSpent before the first item; EngineFailed, NotReady and DeadlineExceeded at any time;
         BadRequest where the request's own rules leave no token to generate.
@@ -185,7 +199,7 @@ class Generation:
                         if prompt.num_open == 0:  # all choices may end by stop strings, which the engine does not have
                             stream.abort(prompt.request_id)
                 self.finished = num_open == 0
-                if deltas:
+                if deltas or self.prompt_news:
                     yield deltas
                 if self.finished:
                     return
@@ -280,6 +294,8 @@ class Generation:
             if output.finish is None:
                 request = self.requests[prompt.number]
                 self._metrics.tenants.queued(request.tenant, output.timing.queue_seconds)
+        if self.requests[prompt.number].tells_progress:
+            self._note_progress(output, prompt)
         choice = prompt.choices[output.choice]
         count = choice.absorb(output)
         if count:
@@ -294,6 +310,23 @@ class Generation:
             choice.num_new_thoughts = 0
         return choice
 
+    def _note_progress(self, output: TokenOutput, prompt: _Prompt) -> None:
+        """Keep what an output tells of its prompt, which the first token completes; a preempted one does not go back.
+
+        Progress after the first token is of a prompt that is computed again.
+        """
+        total, computed, seconds = len(self.requests[prompt.number].prompt_token_ids), prompt.num_computed, 0.0
+        if output.progress is not None:
+            computed, seconds = output.progress.num_computed, output.progress.seconds
+        elif output.timing is not None:
+            computed, seconds = total, output.timing.prefill_seconds
+        if computed > prompt.num_computed:
+            prompt.num_computed = computed
+            cached = prompt.num_cached_tokens
+            self.prompt_news.append(
+                PromptNews(prompt=prompt.number, total=total, cached=cached, computed=computed, seconds=seconds)
+            )
+
 
 @dataclass(slots=True, kw_only=True)
 class _Prompt:
@@ -305,6 +338,7 @@ class _Prompt:
     record: RequestRecord
     num_open: int  # choices without a finish reason
     num_cached_tokens: int = 0
+    num_computed: int = 0  # prompt tokens that the client knows of
 
 
 def _outcome(choices: Sequence[Choice], failed: bool) -> Outcome:

@@ -159,6 +159,7 @@ class ReplyOptions:
     names_are_ids: bool = False
     usage_at_end: bool = False  # usage in the last chunk of a stream
     usage_always: bool = False  # usage in every chunk of a stream
+    progress: bool = False  # how far the prompt is computed, before the first token of a stream
     timings: bool = False  # how long its phases took; in the last chunk of a stream
 
 

@@ -366,6 +366,7 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
             cache_salt=options.prompt.cache_salt,
             cache_ttl=options.prompt.cache_ttl,
             beam=beam,
+            tells_progress=options.reply.progress and options.reply.stream,
             speculates=options.speculates,
             prediction=await _prediction(state, options, limits),
         ).bound_to(adapter)

@@ -81,6 +81,27 @@ def ending(start: bytes, options: ReplyOptions, generation: Generation) -> bytes
     return start + b',"choices":[]' + told + b"}\n\n" + DONE
 
 
+def progress_frames(generation: Generation, num_choices: int, start: bytes, middle: bytes) -> bytes:
+    """Frames for the news of prompts since the last call: each as a frame of its first choice that has no token.
+
+    `num_choices`: of each prompt. `start`: the bytes before the choice's index. `middle`: those between index and end.
+    """
+    if not generation.prompt_news:
+        return b""
+    news, generation.prompt_news = generation.prompt_news, []
+    frames = b""
+    for each in news:
+        progress = {
+            "total": each.total,
+            "cache": each.cached,
+            "processed": each.computed,
+            "time_ms": round(1e3 * each.seconds, 3),
+        }
+        index = each.prompt * num_choices
+        frames += b'%b%d%b%b,"prompt_progress":%b}\n\n' % (start, index, middle, PLAIN_END, encode(progress))
+    return frames
+
+
 def timings_field(options: ReplyOptions, generation: Generation) -> bytes:
     """The `timings` of a reply that is whole now, or nothing if they were not requested."""
     return b',"timings":' + encode(timings_of(generation.summaries())) if options.timings else b""

@@ -405,6 +405,15 @@ class Timings(ReplyModel):
     queue_ms: float
 
 
+class PromptProgress(ReplyModel):
+    """How far a prompt is computed, in the form of llama-server."""
+
+    total: int
+    cache: int = Field(description="found in the prefix cache")
+    processed: int = Field(description="computed or found")
+    time_ms: float
+
+
 class GenerationFields(DecodingFields, ServingFields):
     """Sampling, stopping and reply options of both endpoints."""
 
@@ -436,6 +445,9 @@ class GenerationFields(DecodingFields, ServingFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     timings: WantsTimings = None
+    return_progress: bool | None = Field(
+        None, description="llama-server's `prompt_progress` in chunks of a stream before the first token"
+    )
 
     service_tier: ServiceTier | None = Field(None, description="flex: after requests without it; others are reported")
     request_id: RequestName | None = None

@@ -36,6 +36,8 @@ def review(fields: StructuredFields) -> list[str]:
         ignored += [f"stream_options.{name}" for name in review_extras(obfuscation | (stream.model_extra or {}))]
         if stream.include_usage is False and stream.continuous_usage_stats:
             ignored.append("stream_options.continuous_usage_stats")
+    if fields.return_progress and not fields.stream:
+        ignored.append("return_progress")
     ignored += fields.ignored_structure_fields()
     if fields.stream and fields.prompt_logprobs is not None:
         raise BadRequest("'prompt_logprobs' cannot be streamed.", param="prompt_logprobs")
@@ -107,6 +109,7 @@ def generation_options(
             usage_always=stream is not None
             and bool(stream.continuous_usage_stats)
             and stream.include_usage is not False,
+            progress=bool(fields.return_progress),
             timings=bool(fields.timings),
             **_given(skip_special_tokens=fields.skip_special_tokens),
         ),

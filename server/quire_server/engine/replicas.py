@@ -452,7 +452,7 @@ class ReplicaSet:
             if output.finish is not None:
                 self.sources.ends(output.request_id)
             return None
-        if stream.unanswered:
+        if stream.unanswered and output.progress is None:
             source.tokens_ahead -= stream.unanswered
             stream.unanswered = 0
             self._router.answered(request_id, self._clock())

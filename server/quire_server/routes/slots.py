@@ -60,8 +60,8 @@ class Slot(BaseModel):
     phase: str | None = None  # prefill, decode, or recompute after a preemption
     n_prompt_tokens: int = 0
     n_prompt_tokens_cache: int = 0  # of those, found in the prefix cache
-    n_decoded: int = 0  # of all choices of the request
-    n_remain: int | None = None  # tokens that a choice may still have, at least
+    n_decoded: int = 0  # tokens of a choice; of several choices the mean
+    n_remain: int | None = None  # tokens that it may still have
 
 
 @router.get("/props")
@@ -104,7 +104,7 @@ async def slots(
 def _slot(request: Request, number: int, running: dict[str, Any], known: GenerationRequest | None) -> Slot:
     state = state_of(request)
     own = known is not None and is_own(request, known)
-    decoded = running["output_tokens"]
+    decoded = running["output_tokens"] // max(running["choices"], 1)
     return Slot(
         id=number,
         n_ctx=state.max_model_len,

@@ -17,6 +17,7 @@ from quire_server.answering.rendering import (
     encode,
     ending,
     last_timings,
+    progress_frames,
     score_field,
     timings_field,
     usage_field,
@@ -51,7 +52,8 @@ class ChatRenderer:
 
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         """Like the frames of completions; a choice begins with a frame that has its role and no token."""
-        chunk = usage = b""
+        chunk = progress_frames(self._generation, self._request.n, self._prefix, b',"delta":{}')
+        usage = b""
         for delta in deltas:
             if delta.is_first:
                 if self._options.usage_always:

@@ -16,6 +16,7 @@ from quire_server.dialects.common import (
     FinishedBecause,
     LogprobCount,
     PromptLogprobs,
+    PromptProgress,
     ReplyModel,
     Timings,
     TokenCount,
@@ -282,4 +283,5 @@ class ChatCompletionChunk(CompletionHead):
     choices: list[ChatChunkChoice]
     usage: UsageInfo | None = None
     timings: Timings | None = None
+    prompt_progress: PromptProgress | None = None
     prompt_token_ids: list[int] | None = None

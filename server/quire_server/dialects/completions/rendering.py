@@ -19,6 +19,7 @@ from quire_server.answering.rendering import (
     closing_fields,
     ending,
     last_timings,
+    progress_frames,
     score_field,
     timings_field,
     usage_field,
@@ -104,7 +105,8 @@ class CompletionRenderer:
 
         After the last deltas also the end of the stream.
         """
-        chunk = usage = b""
+        chunk = progress_frames(self._generation, self._requests[0].n, self._prefix, b',"text":""')
+        usage = b""
         for delta in deltas:
             if self._options.usage_always:
                 self._num_sent += len(delta.token_ids)

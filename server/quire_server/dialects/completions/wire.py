@@ -16,6 +16,7 @@ from quire_server.dialects.common import (
     FinishedBecause,
     LogprobCount,
     PromptLogprobs,
+    PromptProgress,
     Prompts,
     ReplyModel,
     Timings,
@@ -142,3 +143,4 @@ class CompletionChunk(CompletionHead):
     choices: list[CompletionChunkChoice]
     usage: UsageInfo | None = None
     timings: Timings | None = None
+    prompt_progress: PromptProgress | None = None

@@ -184,7 +184,8 @@ class Session:
         `others`: prompt tokens ahead and requests of other fronts. An output that is too long ends its request.
         """
         for output in outputs:
-            self.unanswered.pop(output.request_id, None)
+            if output.progress is None:
+                self.unanswered.pop(output.request_id, None)
             if output.finish is not None and not self._engine.has(output.request_id):
                 self._forget(output.request_id)
         now = self._clock()
