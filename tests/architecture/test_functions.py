@@ -9,7 +9,6 @@ from architecture.source import modules, tree
 MOST_LINES = 50  # without signature and docstring
 # Functions that list what they declare, or that are one kernel of a device, which no call may cut.
 LONG_FUNCTIONS = {
-    "quire_engine.build.plan": "a list of fields",
     "quire_bench.arguments.build_parser": "a list of flags",
     "quire_kernels.triton.choose.choose": "the launches of one op, in their order",
     "quire_kernels.triton.prefill_attention.prefill_tile": "one kernel",

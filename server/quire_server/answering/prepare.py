@@ -328,11 +328,9 @@ def admit(request: Request, model: str | None) -> ServerState:
 async def prepare(state: ServerState, options: GenerationOptions, caller: Caller | None = None) -> Job:
     """Check prompts and parameters against the model and the pool. Raises BadRequest, ContextLengthExceeded."""
     _refuse_other_models(state)
-    defaults = state.defaults
-    limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs, defaults.most_tokens)
-    options = with_defaults(options, defaults.sampling, defaults.max_tokens)
-    if state.settings.enable_force_include_usage:
-        options = replace(options, reply=replace(options.reply, usage_at_end=True, usage_always=True))
+    most_tokens = state.defaults.most_tokens
+    limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs, most_tokens)
+    options = _completed(state, options)
     source, parsing = options.prompt.source, None
     if isinstance(source, Conversation):
         rendered = await _render(state, source, options, on_turn=lambda: _refuse_if_full(state))
@@ -378,6 +376,14 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
         text=_text_options(state, options, parsing),
         headers=_headers(state, options, adapter, min(request.stop.max_new_tokens for request in requests)),
     )
+
+
+def _completed(state: ServerState, options: GenerationOptions) -> GenerationOptions:
+    """Fill in what the request leaves out, by the model's defaults and the server's settings."""
+    options = with_defaults(options, state.defaults.sampling, state.defaults.max_tokens)
+    if state.settings.enable_force_include_usage:
+        options = replace(options, reply=replace(options.reply, usage_at_end=True, usage_always=True))
+    return options
 
 
 def _refuse_other_models(state: ServerState) -> None:
