@@ -70,6 +70,7 @@ _NUMBERS = (
 _HUGE = re.compile(r"[eE][+-]?[0-9]{4}")  # an exponent whose number the validator would write out
 _OFTEN_ESCAPED = "\"\\/<>&'+=`\x7f"
 _MOST_EXPONENT = 18
+_LONG = 15  # digits of a constant that is written as its digits alone
 _MOST_TRIES = 60
 _DEEPEST = 4
 
@@ -307,7 +308,7 @@ class Spelling:
 
     It keeps within what docs/api.md says of spellings: a text that the schema itself has, such as a declared name, has
     no escapes of ASCII but those that writers of JSON make; an integer has no fraction but zeros, nor a negative
-    exponent.
+    exponent, and a long constant is digits alone.
     """
 
     draw: Random
@@ -351,7 +352,7 @@ class Spelling:
 
     def number(self, value: Decimal) -> str:
         plain = f"{value:f}"
-        if self.numbers == "plain":
+        if self.numbers == "plain" or (len(plain) > _LONG and plain in self.own):
             return plain
         upper, plus = self.draw.choice("eE"), self.draw.choice(("", "+"))
         if "." in plain:
@@ -417,9 +418,9 @@ class Spelling:
 
 
 def _texts(schema: Json) -> Iterator[str]:
-    """All texts of a schema, its names among them."""
-    if isinstance(schema, str):
-        yield schema
+    """All texts of a schema, its names and the digits of its numbers among them."""
+    if isinstance(schema, str | int):
+        yield str(schema)
     elif isinstance(schema, dict | list):
         yield from (name for name in schema if isinstance(name, str))
         for each in schema.values() if isinstance(schema, dict) else schema:

@@ -49,6 +49,7 @@ BOUNDS: list[tuple[str, Schema, str]] = [
     ("an exponent up to 18 after an integer", INTEGER, "1e19"),
     ("an exponent up to 18 after an integer", INTEGER, "1.5e1"),
     ("an exponent up to 18 after an integer", INTEGER, "10e-1"),
+    ("beyond 15 digits they are written as digits alone", {"const": 9007199254740993}, "9007199254740993.0"),
     ("numbers with bounds have exponents from -9 to 18", {"type": "number", "minimum": 0}, "1e19"),
     ("other numbers any of at most three digits, the first of them 0", NUMBER, "1e100"),
     ("multiples that are no power of ten have no exponent", {"type": "integer", "multipleOf": 7}, "7e1"),
