@@ -112,6 +112,11 @@ SCHEMAS: dict[str, Schema] = {
     "ipv4": {"type": "string", "format": "ipv4", "examples": ["127.0.0.1", "255.255.255.255"]},
     "list": {"type": "array", "items": INTEGER},
     "short list": {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 3},
+    "at most one item": {"type": "array", "items": TEXT, "maxItems": 1},
+    "one item": {"type": "array", "items": INTEGER, "minItems": 1, "maxItems": 1},
+    "no item": {"type": "array", "maxItems": 0},
+    "map of at most one": {"type": "object", "additionalProperties": INTEGER, "maxProperties": 1},
+    "empty object": {"type": "object", "additionalProperties": False},
     "tuple": {"type": "array", "prefixItems": [TEXT, INTEGER], "items": False},
     "tuple and more": {"type": "array", "prefixItems": [TEXT], "items": INTEGER, "minItems": 2},
     "list of objects": {

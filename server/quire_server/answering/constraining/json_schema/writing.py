@@ -113,10 +113,11 @@ class _Writer:
             least = max(0, shape.least - len(first))
             room = None if most is None else most - len(first)
             if first:
-                rest = f"({comma} {item}){_times(least, room)}"
+                rest = _repeated(f"{comma} {item}", least, room)
             else:
-                more = f"{item} ({comma} {item}){_times(max(0, least - 1), None if room is None else room - 1)}"
-                rest = more if least else f"({more})?"
+                more = _repeated(f"{comma} {item}", max(0, least - 1), None if room is None else room - 1)
+                rest = f"{item} {more}".rstrip()
+                rest = rest if least else f"({rest})?"
         for at in range(len(first) - 1, -1, -1):
             item = f"{comma} {first[at]}" if at else first[at]
             rest = f"{item} {rest}".rstrip()
@@ -124,7 +125,10 @@ class _Writer:
         return rest
 
 
-def _times(least: int, most: int | None) -> str:
+def _repeated(part: str, least: int, most: int | None) -> str:
+    """A part so many times; the library knows no repetition of at most none."""
+    if most == 0:
+        return ""
     if most is None:
-        return "*" if not least else f"{{{least},}}"
-    return f"{{{least},{most}}}"
+        return f"({part})*" if not least else f"({part}){{{least},}}"
+    return f"({part}){{{least},{most}}}"
