@@ -193,7 +193,8 @@ def judged(asked: Asked, choice: dict[str, Any]) -> list[str]:
     if choice["finish_reason"] == "length":
         return ["cut"]
     calls = choice["message"].get("tool_calls") or []
-    if choice["finish_reason"] != "tool_calls" or not calls:
+    # As with OpenAI, a reply to a named tool stops.
+    if choice["finish_reason"] != ("stop" if asked.is_named else "tool_calls") or not calls:
         return ["no call"]
     found = []
     for call in calls:

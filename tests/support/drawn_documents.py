@@ -70,7 +70,7 @@ _NUMBERS = (
 _HUGE = re.compile(r"[eE][+-]?[0-9]{4}")  # an exponent whose number the validator would write out
 _OFTEN_ESCAPED = "\"\\/<>&'+=`\x7f"
 _MOST_EXPONENT = 18
-_LONG = 15  # digits of a constant that is written as its digits alone
+_LONG = 15  # digits beyond which constants, and numbers between such bounds, are written as digits alone
 _MOST_TRIES = 60
 _DEEPEST = 4
 
@@ -308,7 +308,7 @@ class Spelling:
 
     It keeps within what docs/api.md says of spellings: a text that the schema itself has, such as a declared name, has
     no escapes of ASCII but those that writers of JSON make; an integer has no fraction but zeros, nor a negative
-    exponent, and a long constant is digits alone.
+    exponent, and a long constant or a number between long bounds is digits alone.
     """
 
     draw: Random
@@ -352,7 +352,9 @@ class Spelling:
 
     def number(self, value: Decimal) -> str:
         plain = f"{value:f}"
-        if self.numbers == "plain" or (len(plain) > _LONG and plain in self.own):
+        if self.numbers == "plain" or (
+            len(plain) > _LONG and any(len(each) > _LONG and each.isdigit() for each in self.own)
+        ):
             return plain
         upper, plus = self.draw.choice("eE"), self.draw.choice(("", "+"))
         if "." in plain:
