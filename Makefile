@@ -9,7 +9,7 @@ CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
 .PHONY: help serve test kernel-test kernel-matrix schema-test draft-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim \
   wheel wheel-test release \
-  schedule-test property-test kill-test model-matrix emulated-test damage-test format-test token-test model-sweep hostile replica-test rank-test batch-test models-test ray-test real-models real-test soak api-fuzz audit lock sbom check format bench headline \
+  schedule-test property-test kill-test model-matrix emulated-test damage-test format-test token-test model-sweep hostile replica-test rank-test batch-test models-test ray-test real-models real-test real-bench soak api-fuzz audit lock sbom check format bench headline \
   clean
 
 HELP := \
@@ -45,6 +45,7 @@ HELP := \
   "ray-test       a cluster of Ray on this machine: lost nodes and actors, an update; installs Ray" \
   "real-models    fetch SmolLM2, a small trained model, or ARGS=gemma3-270m under its terms, into ~/.cache/quire/models" \
   "real-test      those of the trained models that were fetched, held against transformers' numbers; ten minutes" \
+  "real-bench     the README's rows of SmolLM2, beside llama.cpp's server, which it installs; six minutes" \
   "soak           mixed traffic with kills; twenty minutes" \
   "api-fuzz       requests made from our OpenAPI document; installs schemathesis" \
   "audit          published vulnerabilities of the pinned packages" \
@@ -155,6 +156,15 @@ real-models: $(VENV)/.serve
 # other, tools and schemas, and a killed engine; ten minutes. Models that were not fetched are skipped.
 real-test: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/real $(ARGS)
+
+# SmolLM2 beside llama.cpp's own server, from a wheel in an environment of its own, and with guessed tokens: the README's rows.
+real-bench: $(VENV)/.serve .venv-llama-server/.complete
+	LLAMA_SERVER_PYTHON=.venv-llama-server/bin/python $(BIN)/python benchmarks/trained_model.py $(ARGS)
+
+.venv-llama-server/.complete: Makefile
+	$(PYTHON) -m venv .venv-llama-server
+	.venv-llama-server/bin/python -m pip install --quiet --disable-pip-version-check --only-binary :all: xllamacpp==2026.10.11549
+	touch $@
 
 # Mixed traffic for twenty minutes, or ARGS="--minutes 5": memory, handles, answers and times must stay as they are.
 soak: $(VENV)/.dev
@@ -357,4 +367,4 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@ $(VENV)/.serve
 
 clean:
-	rm -rf $(VENV) .venv-sim .venv-oldest .venv-clients .venv-fuzz .venv-audit .venv-lock .venv-sbom .venv-llama .venv-release .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-sim .venv-oldest .venv-clients .venv-fuzz .venv-audit .venv-lock .venv-sbom .venv-llama .venv-llama-server .venv-release .mypy_cache .ruff_cache .pytest_cache .hypothesis
