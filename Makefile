@@ -44,7 +44,7 @@ HELP := \
   "rank-test      models computed by several processes, in every format, and killed ranks; five minutes" \
   "ray-test       a cluster of Ray on this machine: lost nodes and actors, an update; installs Ray" \
   "real-models    fetch SmolLM2, a small trained model, or ARGS=gemma3-270m under its terms, into ~/.cache/quire/models" \
-  "real-test      those of the trained models that were fetched, held against transformers' numbers; ten minutes" \
+  "real-test      those of the trained models that were fetched, held against transformers' numbers; twelve minutes" \
   "real-bench     the README's rows of SmolLM2, beside llama.cpp's server, which it installs; six minutes" \
   "soak           mixed traffic with kills; twenty minutes" \
   "api-fuzz       requests made from our OpenAPI document; installs schemathesis" \
@@ -153,7 +153,7 @@ real-models: $(VENV)/.serve
 	$(BIN)/python -m quire_server.checkpoint.trained $(ARGS)
 
 # Trained models in every form of weights against transformers' numbers in float32, every way of serving them against every
-# other, tools and schemas, and a killed engine; ten minutes. Models that were not fetched are skipped.
+# other, tools and schemas, and a killed engine; twelve minutes. Models that were not fetched are skipped.
 real-test: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/real $(ARGS)
 
