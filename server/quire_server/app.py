@@ -25,6 +25,7 @@ from starlette.types import Scope
 from quire_server.answering.deep_check import DeepCheck
 from quire_server.dialects.chat import routes as chat
 from quire_server.dialects.completions import routes as completions
+from quire_server.dialects.image_placeholder import image_placeholder
 from quire_server.dialects.infill import routes as infill
 from quire_server.dialects.messages import routes as messages
 from quire_server.dialects.ollama import routes as ollama
@@ -138,7 +139,8 @@ def create_app(state: ServerState) -> FastAPI:
         root_path=state.settings.root_path,
         max_file_bytes=None if state.settings.batch_dir is None else state.limits.max_file_bytes,
     )
-    app.state.bodies = BodyReader(bodies)
+    placeholder = state.settings.image_placeholder
+    app.state.bodies = BodyReader(bodies, None if placeholder is None else image_placeholder(placeholder))
     app.state.feed = Feed()
     app.state.deep_check = DeepCheck()
     app.state.watch = Watch(state)

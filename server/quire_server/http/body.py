@@ -87,8 +87,9 @@ LongList = Annotated[list[Item], _InPieces()]
 class BodyReader:
     """Parses and validates bodies; one medium and one large body at a time, in threads."""
 
-    def __init__(self, limits: BodyLimits) -> None:
-        self._limits = limits
+    def __init__(self, limits: BodyLimits, revise: Callable[[JsonObject], JsonObject] | None = None) -> None:
+        """`revise` may change a body before it is validated, in any thread."""
+        self._limits, self._revise = limits, revise
         self._medium, self._large = CapacityLimiter(1), CapacityLimiter(1)
 
     async def read(self, request: Request, model: type[Model]) -> Model:
@@ -101,7 +102,7 @@ class BodyReader:
         limits = JsonLimits(max_values=limit.max_values)
         try:
             if len(raw) <= INLINE_BYTES:
-                return validate(model, parse_json(raw, limits))
+                return self._validated(model, parse_json(raw, limits))
             return await unless_client_gone(request, self._off_the_loop(raw, limits, model))
         finally:
             if hold is not None:
@@ -111,12 +112,15 @@ class BodyReader:
         stop = threading.Event()  # stops the parser if the client disconnects
         try:
             return await anyio.to_thread.run_sync(
-                lambda: validate(model, parse_json(raw, limits, stopped=stop.is_set)),
+                lambda: self._validated(model, parse_json(raw, limits, stopped=stop.is_set)),
                 abandon_on_cancel=True,
                 limiter=self._medium if len(raw) <= _MEDIUM_BYTES else self._large,
             )
         finally:
             stop.set()
+
+    def _validated(self, model: type[Model], value: JsonObject) -> Model:
+        return validate(model, value if self._revise is None else self._revise(value))
 
 
 class _JsonBody:

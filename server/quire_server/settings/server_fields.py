@@ -90,6 +90,9 @@ class ServerFields(BaseModel):
     trusted_proxies: Networks = option(
         (), "Limits", "addresses and networks of proxies, which bring the connections of many: not counted one by one"
     )
+    image_placeholder: Annotated[str, Field(min_length=1, max_length=1024)] | None = option(
+        None, "Limits", "text that stands for each image in messages; default: a request with images is refused"
+    )
     strict: bool = option(False, "Limits", "refuse fields without effect, such as unknown ones, instead of naming them")
     response_store_size: Annotated[int, Field(ge=0)] = option(
         1024, "Limits", "past responses of /v1/responses kept to be read and continued; 0 keeps none"
