@@ -27,10 +27,7 @@ def open_plain(path: Path | str) -> BinaryIO:
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
         os.close(handle)
-        code, reason = (
-            (errno.EISDIR, os.strerror(errno.EISDIR)) if stat.S_ISDIR(mode) else (errno.EINVAL, "not a plain file")
-        )
-        raise OSError(code, reason, str(path))
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "not a plain file", str(path))
     return os.fdopen(handle, "rb")
 
 

@@ -35,7 +35,7 @@ def check(reply: httpx.Response, status: int) -> None:
         ("GET", "/nothing", {}, b"", 404),
         ("PUT", "/v1/models", {}, b"", 405),
         ("POST", "/v1/completions", JSON, b"x" * 5000, 413),
-        ("POST", "/v1/completions", JSON | {"content-encoding": "gzip"}, b"x", 415),
+        ("POST", "/v1/completions", JSON | {"content-encoding": "br"}, b"x", 415),
         ("POST", "/v1/completions", {"content-type": "text/plain"}, b"{}", 415),
         ("GET", "/v1/models", {"x-large": "x" * 4000}, b"", 431),
     ],

@@ -24,6 +24,7 @@ POSTS = (
 )
 POSTS_WITHOUT_BODY = (
     "/v1/responses/{response_id}/cancel",
+    "/v1/requests/{request_id}/cancel",
     "/v1/files",  # a form
     "/v1/batches/{batch_id}/cancel",
     "/ping",
@@ -33,6 +34,7 @@ POSTS_WITHOUT_BODY = (
     "/admin/replicas/{name}/drain",
 )
 GETS = (
+    *("/props", "/slots"),
     *("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"),
     *("/api/tags", "/api/ps", "/api/version"),
     *("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}"),

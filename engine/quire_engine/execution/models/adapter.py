@@ -35,6 +35,8 @@ from quire_kernels.low_rank import AdaptedProduct, LowRankExperts, LowRankMatrix
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _LARGEST = torch.finfo(torch.float32).max  # what kernels multiply with
+_EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
+_STACKED = re.compile(r"\.experts\.(base_layer\.)?lora_")  # matrices of all experts of a layer together
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_HEADER_BYTES = 8 << 20
 
@@ -228,10 +230,15 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
+def _expert_name(target: str) -> str:
+    """The common name of an expert's matrix that families call otherwise, such as w1."""
+    return common_name(f"model.layers.0.mlp.experts.0.{target}.")[:-1].rpartition(".")[2]
+
+
 def _check_targets(file: Path, settings: Settings, shapes: Mapping[str, tuple[int, int]]) -> None:
     for target in settings.targets:
-        meant = common_name(f"model.layers.0.mlp.experts.0.{target}.")[:-1].rpartition(".")[2]  # of experts' own names
-        if not any(module == target or module.endswith((f".{target}", f".experts.0.{meant}")) for module in shapes):
+        meant = f".experts.0.{_expert_name(target)}"
+        if not any(module == target or module.endswith((f".{target}", meant)) for module in shapes):
             known = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in shapes))
             raise ModelLoadError(
                 f"{file}: target_modules names {target[:80]!r}, which is no matrix of this model that adapters add to;"
@@ -276,7 +283,10 @@ def _pairs(
 
 def _check_complete(file: Path, settings: Settings, names: Collection[str]) -> None:
     """Refuse a file without any matrix of a module that the configuration names: it is of another training or cut."""
+    has_stacks = any(_STACKED.search(name) for name in names)
     for target in settings.targets:
+        if has_stacks and _expert_name(target) in _EXPERT_MATRICES:
+            continue
         if not any(f".{target}.lora_" in name for name in names):
             raise ModelLoadError(
                 f"{file}: it has no tensor of {target[:80]!r}, which target_modules of {CONFIG} names; the file belongs"

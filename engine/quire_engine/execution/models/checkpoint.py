@@ -352,7 +352,9 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
                 names = file.keys()
             except FileNotFoundError:
                 raise ModelLoadError(f"{file_path}: missing; the checkpoint is incomplete") from None
-            except (SafetensorError, OSError) as error:
+            except OSError as error:
+                raise ModelLoadError(f"{file_path}: {error.strerror or error}") from error
+            except SafetensorError as error:
                 raise ModelLoadError(f"{file_path}: not a complete safetensors file: {error}") from error
             pages = FilePages(file_path)
             if absent := promised - set(names):

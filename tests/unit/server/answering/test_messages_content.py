@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire_server.answering.choice import ChoiceDelta
@@ -95,7 +96,9 @@ def told(content: Content, some: Iterable[ChoiceDelta]) -> list[dict[str, Any]]:
     starts: Sequence[str] = [event["type"] for event in events]
     assert starts.count("content_block_start") == starts.count("content_block_stop") == len(content.blocks)
     blocks: list[dict[str, Any]] = rebuilt(events)["content"]
-    assert blocks == content.blocks
+    assert blocks == msgspec.json.decode(
+        msgspec.json.encode(content.blocks)
+    )  # arguments are passed on as they are spelled
     return blocks
 
 

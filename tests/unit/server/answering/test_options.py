@@ -36,7 +36,7 @@ OTHERS: dict[str, object] = {
     "skip_special_tokens": False, "spaces_between_special_tokens": False,
     "speculation": False,
     "prompt_logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True,
-    "timings": True,
+    "timings": True, "return_progress": True,
     "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}, "guided_json": {},
     "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": "start: /a/", "guided_json_object": True,
     "json_schema": "{}", "regex": "a", "ebnf": 'root ::= "a"', "grammar": 'root ::= "a"',
