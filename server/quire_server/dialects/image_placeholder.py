@@ -1,7 +1,7 @@
 """A text in place of each image of a request's messages, where the operator has set one (`--image-placeholder`).
 
 An agent's session so goes on when one of its tools returns a picture. The bodies of all dialects pass here before they
-are validated; elsewhere an image stays a part that no model here reads, which is a 400. Must not know: settings.
+are validated; without such a text an image stays a part that no model here reads, which is a 400.
 """
 
 from __future__ import annotations
