@@ -274,6 +274,9 @@ def keep_typed_name(folder: Path, name: str) -> None:
     (folder / _TYPED_NAME).write_text(name, encoding="utf-8")
 
 
+SAMPLING_SOURCE = "_source"  # key of a generation_config.json that was made of a GGUF file: where its values are from
+
+
 def typed_name(path: Path | str) -> str:
     """The name for messages: of a folder that stands for a GGUF file, or of a file made in it, the user's own."""
     for folder in (Path(path), Path(path).parent):

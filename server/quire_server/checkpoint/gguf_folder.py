@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from quire_engine.errors import ModelLoadError
-from quire_engine.gguf import Metadata, keep_typed_name, read_gguf, shown
+from quire_engine.gguf import SAMPLING_SOURCE, Metadata, keep_typed_name, read_gguf, shown
 from quire_engine.plain_files import is_plain
 from quire_server.checkpoint.gguf_config import check_types, config_of
 from quire_server.checkpoint.gguf_tokenizer import GgufVocabulary
@@ -43,6 +43,10 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
+
+# What llama.cpp samples by where neither a file nor a request says otherwise. Files of this format are made to be read
+# with these: many small models write noise at temperature 1 without a filter.
+_FORMAT_SAMPLING: dict[str, object] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 
 log = logging.getLogger("quire")
 
@@ -130,8 +134,9 @@ def unfolded(file: Path, *, name: str = "", tokenizer: bool = True) -> Path:
         written["tokenizer.json"] = vocabulary.tokenizer()
         written["tokenizer_config.json"] = special.config(config["max_position_embeddings"])
     written["config.json"] = config
-    if sampling := _sampling(model.metadata):
-        written["generation_config.json"] = sampling
+    sampling = _sampling(model.metadata)
+    source = "the file, and for the rest llama.cpp" if sampling else "llama.cpp, as the file has none"
+    written["generation_config.json"] = {**_FORMAT_SAMPLING, **sampling, SAMPLING_SOURCE: source}
     try:
         folder = _new_folder()
         keep_typed_name(folder, name or str(file))
@@ -179,6 +184,7 @@ def _ends_beside(metadata: Metadata) -> list[int]:
 
 
 def _sampling(metadata: Metadata) -> dict[str, object]:
+    """Return the defaults of sampling that the file itself has."""
     found: dict[str, object] = {}
     for key, name in _SAMPLING.items():
         if metadata.has(f"general.sampling.{key}"):

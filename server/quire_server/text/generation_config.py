@@ -15,7 +15,7 @@ from typing import Annotated, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quire_engine.errors import ConfigError, ModelLoadError
-from quire_engine.gguf import typed_name
+from quire_engine.gguf import SAMPLING_SOURCE, typed_name
 from quire_engine.plain_files import read_plain
 
 FILE = "generation_config.json"
@@ -62,13 +62,14 @@ def generation_defaults(asked: str, override: Mapping[str, object], model: Path)
     Raises ConfigError for the operator's own values, ModelLoadError for a checkpoint's.
     """
     values: dict[str, float] = {}
+    source = ""
     if asked != NONE:
-        values = _of_file(generation_config_file(asked, model), optional=asked == AUTO)
+        values, source = _of_file(generation_config_file(asked, model), optional=asked == AUTO)
     own = _of_operator(override)
     most = own.get("max_new_tokens", None if asked == AUTO else values.get("max_new_tokens"))
     read, values = bool(values), values | own
     limit = values.pop("max_new_tokens", None)
-    sources = [FILE if asked == AUTO else str(Path(asked) / FILE)] * read
+    sources = [source or (FILE if asked == AUTO else str(Path(asked) / FILE))] * read
     return GenerationDefaults(
         sampling=values,
         max_tokens=None if limit is None else int(limit),
@@ -82,13 +83,15 @@ def generation_config_file(asked: str, model: Path) -> Path:
     return (model if asked in (AUTO, NONE) else Path(asked)) / FILE
 
 
-def _of_file(file: Path, *, optional: bool) -> dict[str, float]:
+def _of_file(file: Path, *, optional: bool) -> tuple[dict[str, float], str]:
+    """Return the file's values, and where they are from if not from the file itself."""
     if not file.is_file():
         if optional:
-            return {}
+            return {}, ""
         raise ConfigError(f"--generation-config {file.parent}: there is no {FILE}; set it to auto or none")
     try:
-        return _Keys.model_validate(json.loads(read_plain(file))).given()
+        content = json.loads(read_plain(file))
+        return _Keys.model_validate(content).given(), str(content.get(SAMPLING_SOURCE, ""))
     except ValidationError as error:
         raise ModelLoadError(
             f"{typed_name(file)}: {_told(error)}; --generation-config none leaves the file out"

@@ -46,7 +46,15 @@ def test_a_file_is_a_checkpoint_of_its_own_name(file: Path, tmp_path: Path) -> N
     folder = settings.model_path
     assert settings.model_names == ("Tiny-Q4_K_M", str(path))
     assert sorted(each.name for each in folder.iterdir()) == [
-        *("Tiny-Q4_K_M.gguf", "config.json", "lock", "tokenizer.json", "tokenizer_config.json", "typed-name"),
+        *(
+            "Tiny-Q4_K_M.gguf",
+            "config.json",
+            "generation_config.json",
+            "lock",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "typed-name",
+        ),
     ]
     assert (folder / "Tiny-Q4_K_M.gguf").readlink() == path
     check_checkpoint(folder)
@@ -162,8 +170,19 @@ def test_a_tokenizer_beside_the_file_wins(file: Path, tmp_path: Path) -> None:
 def test_defaults_of_sampling_are_those_of_the_file(file: Path, tmp_path: Path) -> None:
     sampling = {"temp": 0.6, "top_k": Typed("i32", 20), "top_p": 0.95, "min_p": 0.0, "penalty_repeat": 1.05}
     path = changed(file, tmp_path, {f"general.sampling.{key}": value for key, value in sampling.items()})
-    found = json.loads((unfolded(path) / "generation_config.json").read_text())
-    assert found == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.05}
+    found = generation_defaults("auto", {}, unfolded(path))
+    assert found.shown == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.05}
+    assert found.source == "the file, and for the rest llama.cpp"
+
+
+def test_a_file_without_defaults_of_sampling_has_those_of_its_format(file: Path) -> None:
+    folder = unfolded(file)
+    found = generation_defaults("auto", {}, folder)
+    assert found.shown == {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+    assert found.source == "llama.cpp, as the file has none"
+    own = generation_defaults("auto", {"temperature": 0.2}, folder)
+    assert own.shown == {"temperature": 0.2, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+    assert generation_defaults("none", {}, folder).shown == {}
 
 
 def changed(file: Path, folder: Path, change: dict[str, Any]) -> Path:
