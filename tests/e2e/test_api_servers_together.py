@@ -207,7 +207,7 @@ def test_a_tenants_budget_is_one_for_both(server: Served, files: Files) -> None:
         replies.append(reply)
     assert len(replies) > 2
     assert used >= BUDGET - 8
-    refused = [ask(server, files, "key-of-small", prompt="Number 0") for _ in range(EACH)]
+    refused = [ask(server, files, "key-of-small", prompt=f"Number {number}") for _ in range(EACH)]
     assert {(each.status_code, each.json()["error"]["code"]) for each in refused} == {(429, "tenant_day_budget")}
     for _ in range(4):
         with httpx.Client(base_url=server.url, timeout=60, verify=files.trusting(0, 1)) as http:
