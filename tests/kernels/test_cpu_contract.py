@@ -19,7 +19,7 @@ SOURCES = library._source_folder()
 STRICT = ("-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Wmissing-declarations", "-Werror", "-fsyntax-only")
 COMPILERS = [name for name in ("g++", "clang++") if shutil.which(name)]
 VALUES = {"void": None, "float": c_float, "double": c_double, "int32_t": c_int32, "int64_t": c_int64}
-VALUES["Epilogue"] = c_int32
+VALUES["Epilogue"] = VALUES["Fetch"] = c_int32
 VALUES["GatherColumns"] = c_void_p  # a function
 
 

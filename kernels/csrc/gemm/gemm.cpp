@@ -177,7 +177,7 @@ void gemm_stepped(Deal& pieces, int worker, const Linear& w, const Rows& rows, c
     const int64_t num_passes = count_passes(placing, first_tile, end_tile, pass_vecs);
     const PanelSource<Kind> source(w, panel, keeps_decoded(placing, end_tile - first_tile), decoded);
     const Prefetcher prefetcher(num_passes, source.step_bytes(), kStepBytes / 4, needed_beside(out, next_panel));
-    const Cold cold = first_of(num_passes, panel == fetched, pieces.fetch);
+    const Cold cold = first_of(num_passes, panel == fetched, pieces.fetch());
     if (w.scales != nullptr) prefetch<kPanelRows * 4>(w.scales + panel * kPanelRows);
     if (w.sums != nullptr) prefetch<kPanelRows * 4>(w.sums + panel * kPanelRows);
     for (int64_t step = 0; step < steps; step += kSlice) {
@@ -218,7 +218,7 @@ void gemm_grouped(Deal& pieces, int worker, const Linear& w, const Rows& rows, c
     const int64_t first_tile = partition.first_tile(piece.begin), end_tile = partition.end_tile(piece.begin);
     const int64_t num_passes = count_passes(tiling, first_tile, end_tile, Kind::pass_vecs);
     const Prefetcher prefetcher(num_passes, Kind::kGroupBytes, kStepBytes);
-    const Cold cold = first_of(num_passes, panel == fetched, pieces.fetch);
+    const Cold cold = first_of(num_passes, panel == fetched, pieces.fetch());
     const bool ends = next_panel < 0;
     const char* at = panel_at(w, panel);
     const char* after = panel_at(w, ends ? panel : next_panel);

@@ -28,11 +28,13 @@ struct PanelQueue {
 
 class Deal {
  public:
-  // `fetch`: of panels that are read once.
-  Deal(Pieces& pieces, Fetch fetch) : fetch(fetch), pieces_(pieces) {}
+  Deal(Pieces& pieces, Fetch fetch) : fetch_(fetch), pieces_(pieces) {}
   // Of the queue's panels those of one product, `panels` from `first` on, until one of another product follows.
   Deal(PanelQueue& queue, int64_t first, int64_t panels, Fetch fetch)
-      : fetch(fetch), pieces_(queue.pieces), queue_(&queue), first_(first), panels_(panels) {}
+      : fetch_(fetch), pieces_(queue.pieces), queue_(&queue), first_(first), panels_(panels) {}
+
+  // What a worker asks of the caches for panels that are read once.
+  Fetch fetch() const { return fetch_; }
 
   // A panel that is dealt among those of others is not shared with other workers.
   int64_t workers() const { return queue_ == nullptr ? pieces_.workers() : 1; }
@@ -51,11 +53,10 @@ class Deal {
     return true;
   }
 
-  const Fetch fetch;
-
  private:
   bool is_own(int64_t panel) const { return panel >= first_ && panel < first_ + panels_; }
 
+  const Fetch fetch_;
   Pieces& pieces_;
   PanelQueue* queue_ = nullptr;
   int64_t first_ = 0, panels_ = 0;

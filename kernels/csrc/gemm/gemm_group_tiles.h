@@ -143,7 +143,7 @@ void gemm_group_tiles(Deal& pieces, int worker, const Linear& w, const Rows& row
       // With nothing known to follow, what is in the cache.
       const char* after = ends ? from : last ? panel_at(w, piece.next % num_panels) : from + count * Kind::kGroupBytes;
       const bool brought = group > 0 || piece.begin == fetched;  // by the passes over the slice before
-      widen_groups<Kind>(from, count, wide, brought ? Cold::kNo : read_once(pieces.fetch), after);
+      widen_groups<Kind>(from, count, wide, brought ? Cold::kNo : read_once(pieces.fetch()), after);
       int64_t passes = 0;
       const auto ahead = [&] { return prefetcher.of(passes++, count, after, ends); };
       float* sums = reinterpret_cast<float*>(scratch);

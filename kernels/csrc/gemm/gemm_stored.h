@@ -253,7 +253,7 @@ void gemm_stored(Deal& pieces, int worker, const Linear& w, const Rows& rows, co
     const bool once = decodes_once(placing, end_tile - first_tile);
     const int64_t slice = once ? decoded_blocks(layout) : layout.blocks;
     const int64_t passes = once ? 2 : end_tile - first_tile;
-    const Cold cold = first_of(passes, index == fetched, pieces.fetch);
+    const Cold cold = first_of(passes, index == fetched, pieces.fetch());
     const char* const after = next_panel < 0 ? panel.start : panel_at(w, next_panel);
     const auto ahead = [&] { return Ahead{after, after, 0, 0}; };
     for (int64_t begin = 0; begin < layout.blocks; begin += slice) {

@@ -265,7 +265,7 @@ void gemm_stored_tiles(Deal& pieces, int worker, const Linear& w, const Rows& ro
     const int64_t panel = piece.begin % num_panels, chunk = piece.begin / num_panels;
     const int64_t begin = chunks.begin(chunk), end = chunks.begin(chunk + 1);
     const StoredTiles<Kind> work(w, rows, blocks, begin, end, panel, scratch);
-    const Cold cold = first_of(1, piece.begin == fetched, pieces.fetch);
+    const Cold cold = first_of(1, piece.begin == fetched, pieces.fetch());
     work.multiply(cold, piece.next < 0 ? nullptr : panel_at(w, piece.next % num_panels));
     for (int64_t block = begin; block < end; ++block) {
       const int64_t row = block * blocks.height, live = blocks.live(block);

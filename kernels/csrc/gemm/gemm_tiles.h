@@ -184,7 +184,7 @@ void gemm_tiled(Deal& pieces, int worker, const Linear& w, const Rows& rows, con
     const int64_t begin = chunks.begin(chunk), end = chunks.begin(chunk + 1);
     const TiledPiece<Kind> work(w, panel, blocks, begin, end, static_cast<const char*>(rows.data));
     const Prefetcher prefetcher(work.num_passes(), work.step_bytes(), kStepBytes / 4);
-    const Cold cold = first_of(work.num_passes(), piece.begin == fetched, pieces.fetch);
+    const Cold cold = first_of(work.num_passes(), piece.begin == fetched, pieces.fetch());
     if (w.scales != nullptr) prefetch<kPanelRows * 4>(w.scales + panel * kPanelRows);
     if (w.sums != nullptr) prefetch<kPanelRows * 4>(w.sums + panel * kPanelRows);
     configure_tiles(static_cast<int>(blocks.first), static_cast<int>(work.wide() ? blocks.first : blocks.second));
