@@ -103,7 +103,7 @@ model-sweep: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m sweep $(ARGS)
 
 HOSTILE_ROWS ?= many-prompts many-texts many-strings stopped-tokenizer killed-template killed-spare \
-  pipelined-garbage planted-modules planted-adapters early-signals stored-flood
+  pipelined-garbage planted-modules planted-adapters early-signals stored-flood paused-14-1 paused-25-2
 
 # What hostile clients send, one by one, and what everybody else has of the server meanwhile: nine minutes.
 hostile: $(VENV)/.dev

@@ -20,6 +20,7 @@ from quire_engine.execution.kv_link import CANCEL, FETCH, Closed, KVLink
 from quire_engine.execution.pool_rows import PoolRows
 from quire_engine.handshake import Refused
 from quire_engine.link_security import LinkSecurity
+from quire_engine.own_pauses import OwnPauses
 
 LEASE_SECONDS = 10.0  # without a sign of life of the one who fetches
 MOST_LEASED = 64 << 20  # bytes that are copied for others because the pool needed their place
@@ -143,10 +144,10 @@ class Lender:
             link.close()
 
     def _lend(self, link: KVLink, fetches: dict[int, _Lent]) -> None:
-        heard = time.monotonic()
+        heard, pauses = time.monotonic(), OwnPauses(_LOOK_SECONDS)
         while True:
             has_sent = self._send_each(link, fetches)
-            silence = time.monotonic() - heard
+            silence = pauses.silence(heard)
             if silence > (LEASE_SECONDS if fetches else _IDLE_SECONDS):
                 raise Closed(f"no sign of life for {silence:.0f} s: its leases are over")
             if not link.ready(0.0 if has_sent else _LOOK_SECONDS):

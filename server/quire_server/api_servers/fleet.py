@@ -16,12 +16,12 @@ from dataclasses import replace
 from starlette.types import ASGIApp
 
 from quire_engine.config import EnginePlan
+from quire_engine.own_pauses import OwnPauses
 from quire_engine.types import StepOutput
 from quire_server.api_servers.frames import KnownKeys, MainState, Start
 from quire_server.api_servers.process import ApiServerProcess
 from quire_server.api_servers.session import Session
 from quire_server.engine.engines import Engines
-from quire_server.engine.own_pauses import OwnPauses
 from quire_server.http.credentials import Credentials
 from quire_server.settings import ServerLimits, Settings
 from quire_server.settings.keys import TenantEntry

@@ -14,6 +14,7 @@ from typing import cast
 
 from quire_engine.config import EnginePlan
 from quire_engine.errors import EngineDead, ProtocolError, QuireError, Unanswerable
+from quire_engine.own_pauses import OwnPauses
 from quire_engine.process.transport import (
     Alive,
     Control,
@@ -29,6 +30,7 @@ from quire_engine.types import EngineHealth, StepOutput
 
 log = logging.getLogger("quire.supervisor")
 
+WATCH_SECONDS = 0.5  # between two looks at an engine
 MOST_QUESTIONS = 32  # unanswered questions at once
 _ONLY_ALIVE: list[Frame] = [Alive()]
 
@@ -57,6 +59,7 @@ class EngineConnection(asyncio.Protocol):
         self._tokens = count()
         self._latest: StepOutput | EngineHealth = EngineHealth(alive=True, step_id=0, has_work=False)
         self._seen = self._heard = time.monotonic()  # the last bytes; the last ones of the engine's loop
+        self._pauses = OwnPauses(WATCH_SECONDS)
 
     @property
     def connected(self) -> bool:
@@ -94,12 +97,12 @@ class EngineConnection(asyncio.Protocol):
     @property
     def silence(self) -> float:
         """Seconds since the loop's last frame; an engine sends one per step, and one per second while idle."""
-        return time.monotonic() - self._heard
+        return self._pauses.silence(self._heard)
 
     @property
     def absence(self) -> float:
         """Seconds since the last bytes, signs of life among them: of the process, whatever its step does."""
-        return time.monotonic() - self._seen
+        return self._pauses.silence(self._seen)
 
     # ---------------------------------------------------------------- asyncio.Protocol
 

@@ -22,12 +22,11 @@ from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
 from quire_engine.machine import PARENTS_SIGNALS, is_stopped, num_oom_kills, work_done
 from quire_engine.process.transport import encode_frame
 from quire_engine.types import StepOutput
-from quire_server.engine.connection import EngineConnection
+from quire_server.engine.connection import WATCH_SECONDS, EngineConnection
 
 log = logging.getLogger("quire.supervisor")
 
 _SOCKET_BUFFER_BYTES = 4 << 20
-_WATCH_SECONDS = 0.5
 _STOPPED_SECONDS = 5.0  # of silence, after which a stopped process is killed
 _STARVED_FACTOR = 5  # times the silence that means a loss, for a process that no signal has stopped
 _LEAST_WORK = 20  # CPU time in 0.01 s plus MiB read; a start that does less between two looks makes no progress
@@ -147,28 +146,25 @@ class EngineProcess(EngineConnection):
         """Wait until the start is answered or the process has ended; kill it if it makes no progress."""
         work, worked_at = 0, self.progressed_at
         while not await self._ends_or_waits(self._answer):
-            now, done = time.monotonic(), work_done(self._child.pid)
+            done = work_done(self._child.pid)
             if done >= work + _LEAST_WORK:
-                work, worked_at = done, now
-            idle = now - max(worked_at, self.progressed_at)
+                work, worked_at = done, time.monotonic()
+            idle, unsaid = (self._pauses.silence(at) for at in (max(worked_at, self.progressed_at), self.progressed_at))
             stopped = idle >= min(stall_seconds, _STOPPED_SECONDS) and is_stopped(self._child.pid)
-            if stopped or idle >= stall_seconds or now - self.progressed_at >= _BUSY_FACTOR * stall_seconds:
+            if stopped or idle >= stall_seconds or unsaid >= _BUSY_FACTOR * stall_seconds:
                 log.error(
                     "the start of the engine has not got on for %.0f s (%s): it is killed",
-                    idle if stopped or idle >= stall_seconds else now - self.progressed_at,
+                    idle if stopped or idle >= stall_seconds else unsaid,
                     "nothing was said of it" if self.progress is None else f"last: {self.progress.phase}",
                 )
                 await self._end_hung(stopped)
                 await asyncio.wait([self._answer])
 
     async def _ends_or_waits(self, end: asyncio.Future[Any]) -> bool:
-        """Whether `end` has come within a moment, in which the frames that had arrived were read."""
-        while True:
-            started = time.monotonic()
-            done, _ = await asyncio.wait([end], timeout=_WATCH_SECONDS)
-            # After a longer wait this process itself was stopped: frames of the engine may be unread in the socket.
-            if done or time.monotonic() - started <= 2 * _WATCH_SECONDS:
-                return bool(done)
+        """Whether `end` has come within a moment."""
+        done, _ = await asyncio.wait([end], timeout=WATCH_SECONDS)
+        self._pauses.look()
+        return bool(done)
 
     async def _end_hung(self, stopped: bool) -> None:
         self._was_stopped = stopped

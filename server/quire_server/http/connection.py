@@ -18,6 +18,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState as ConnectionRegistry
 
+from quire_engine.own_pauses import OwnPauses
 from quire_server.errors import (
     ApiError,
     BadRequest,
@@ -38,6 +39,7 @@ LINGER_SECONDS = (
 )
 _WIRE_OVERHEAD = 8  # bytes per body byte: chunked framing needs at most 5; the rest is for trailers and extensions
 _UNREAD_BYTES = 16 << 10  # in the transport; behind more, requests are not refused at once
+_TIMER_SECONDS = 0.05  # by which the event loop's timers may be early
 ADDRESS_SECONDS = 5.0  # Retry-After for a client with too many connections
 
 
@@ -71,8 +73,12 @@ class ConnectionConfig(uvicorn.Config):
         keep_alive_seconds: float,
         tls: ssl.SSLContext | None = None,
         door: Callable[[], Door | None] = lambda: None,
+        pauses: OwnPauses,
     ) -> None:
-        """`door`: called at each request's head, what may refuse it at once; None: nothing does."""
+        """`door`: called at each request's head, what may refuse it at once; None: nothing does.
+
+        `pauses`: of this process, in which no client is slow.
+        """
         super().__init__(
             app,
             http=Connection,
@@ -90,6 +96,7 @@ class ConnectionConfig(uvicorn.Config):
         self.limits = limits
         self.addresses = Addresses(limits.max_connections_per_address, uncounted)
         self.on_connections = on_connections
+        self.pauses = pauses
         self.door = door
         self.turned_away: set[Connection] = (
             set()
@@ -119,6 +126,7 @@ class Connection(HttpToolsProtocol):
         self._addresses = config.addresses
         self._on_connections = config.on_connections
         self._door = config.door
+        self._pauses = config.pauses
         self._is_asking = False  # whether the door is to be asked about the request whose head has just come
         self._turned_away = config.turned_away
         self._place: str | None = None  # the key in `_addresses`
@@ -129,6 +137,7 @@ class Connection(HttpToolsProtocol):
         self._refused = False
         self._unanswered: list[RequestResponseCycle] = []  # requests before the latest, as far as it was known
         self._head_clock: asyncio.TimerHandle | None = None
+        self._silent_since = 0.0  # when the head clock, or the one of a kept connection, began
         self._write_clock: WriteClock | None = None
         self._half_closed: HalfClosedWatch | None = None
 
@@ -201,8 +210,17 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._silent_since = self._pauses.now()
         if not self.pipeline:
             self._intake.go_on()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close the connection, unless the client's next request could not be read meanwhile."""
+        left = self.timeout_keep_alive - self._pauses.silence(self._silent_since)
+        if left > _TIMER_SECONDS:
+            self.timeout_keep_alive_task = self.loop.call_later(left, self.timeout_keep_alive_handler)
+        else:
+            super().timeout_keep_alive_handler()
 
     def on_message_begin(self) -> None:
         self._in_head = True
@@ -270,7 +288,7 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._write_clock is None:
-            self._write_clock = WriteClock(self.transport, self._limits.write_pace, self.loop)
+            self._write_clock = WriteClock(self.transport, self._limits.write_pace, self.loop, self._pauses)
         self._write_clock.start()
 
     def resume_writing(self) -> None:
@@ -294,6 +312,7 @@ class Connection(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _start_head_clock(self) -> None:
+        self._silent_since = self._pauses.now()
         self._head_clock = self.loop.call_later(self._limits.header_timeout, self._head_is_late)
 
     def _stop_head_clock(self) -> None:
@@ -312,7 +331,9 @@ class Connection(HttpToolsProtocol):
         self._head_clock = None
         if self.transport.is_closing() or self._refused:
             return
-        if self._in_head:
+        if (left := self._limits.header_timeout - self._pauses.silence(self._silent_since)) > _TIMER_SECONDS:
+            self._head_clock = self.loop.call_later(left, self._head_is_late)
+        elif self._in_head:
             self._refuse(RequestTimeout(f"The request's head took longer than {self._limits.header_timeout:g} s."))
         else:
             self.transport.close()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire_engine.own_pauses import OwnPauses
 from quire_server.errors import (
     ApiError,
     BadRequest,
@@ -283,6 +284,7 @@ def reply_record(scope: Scope, request_id: str, status: int, seconds: float) -> 
 
 STREAMED_RATE = 64 << 10  # bytes a second that a streamed body must have on average, beyond the time of any body
 LINGER_SECONDS = 2.0
+_LOOK_SECONDS = 1.0  # between two looks for a pause of this process while a body is awaited
 QUIET_SECONDS = 0.3  # a client that sends nothing for so long has read the reply, or sends no more
 LINGER_BYTES = 16 << 20
 SPARE_BYTES = 64 << 10  # most unread bytes of a body for which the connection is kept
@@ -305,6 +307,7 @@ class Exchange:
         declared: int | None,
         hold: BodyHold,
         body_seconds: float,
+        pauses: OwnPauses | None = None,
     ) -> None:
         self.request_id = request_id
         self.status: int | None = None
@@ -315,8 +318,9 @@ class Exchange:
         self._limit = limit
         self._declared = declared
         self._hold = hold
-        self._body_seconds = body_seconds
-        self._deadline = asyncio.get_running_loop().time() + body_seconds
+        self._body_seconds = self._allowed = body_seconds  # the second: for as much as has arrived
+        self._pauses = pauses or OwnPauses(_LOOK_SECONDS)
+        self._began = self._pauses.now()
         self._body_bytes = 0
         self._body_complete = False
         self._closes = False  # whether the connection closes, because too much of the body is unread
@@ -325,24 +329,32 @@ class Exchange:
         if self._body_complete or self.client_gone:
             message = await self._receive()
         else:
-            try:
-                async with asyncio.timeout_at(self._deadline):
-                    message = await self._receive()
-            except TimeoutError:
-                raise RequestTimeout(f"The body took longer than {self._body_seconds:g} s to arrive.") from None
+            message = await self._receive_in_time()
         if message["type"] == "http.disconnect":
             self.client_gone = True
         elif message["type"] == "http.request":
             arrived = len(message.get("body", b""))
             self._body_bytes += arrived
             if self._limit.is_streamed:
-                self._deadline += arrived / STREAMED_RATE
+                self._allowed += arrived / STREAMED_RATE
             self._body_complete = not message.get("more_body", False)
             if self._body_bytes > self._limit.max_bytes:
                 self._hold.release()
                 raise self._limit.too_large()
             self._hold.grow(arrived)
         return message
+
+    async def _receive_in_time(self) -> Message:
+        """The next message. Raises RequestTimeout once the client, and not this process, has let pass its time."""
+        while True:
+            left = self._allowed - self._pauses.silence(self._began)
+            try:
+                async with asyncio.timeout(min(left, _LOOK_SECONDS)):
+                    return await self._receive()
+            except TimeoutError:
+                if self._pauses.silence(self._began) >= self._allowed:
+                    late = f"The body took longer than {self._body_seconds:g} s to arrive."
+                    raise RequestTimeout(late) from None
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

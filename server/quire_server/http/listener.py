@@ -18,6 +18,7 @@ from typing import Any
 import uvicorn
 
 from quire_engine.errors import ConfigError
+from quire_engine.own_pauses import OwnPauses
 from quire_server.http.body_limits import LARGEST_BODY
 from quire_server.http.connection import Connection, ConnectionConfig, ConnectionLimits
 from quire_server.http.credentials import Credentials
@@ -27,6 +28,7 @@ from quire_server.http.starting import AppSwitch
 from quire_server.settings import ServerLimits, Settings
 
 CLOSING_SECONDS = 1.0  # for data in the sockets' buffers, at the stop
+_LOOK_SECONDS = 0.1  # between two turns of uvicorn's main loop
 _BACKLOG = 2048  # connections that wait to be accepted, as with a single process
 
 log = logging.getLogger("quire")
@@ -151,6 +153,7 @@ async def serve(
         keep_alive_seconds=settings.timeout_keep_alive,
         tls=tls,
         door=door,
+        pauses=OwnPauses(_LOOK_SECONDS),
     )
 
     def stop(cut_off: bool) -> None:
@@ -234,11 +237,15 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: ConnectionConfig, on_started: Callable[[], None]) -> None:
         super().__init__(config)
-        self._on_started = on_started
+        self._on_started, self._pauses = on_started, config.pauses
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def on_tick(self, counter: int) -> bool:
+        self._pauses.look()
+        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

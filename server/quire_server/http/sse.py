@@ -17,6 +17,7 @@ import msgspec
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from quire_engine.own_pauses import OwnPauses
 from quire_server.errors import ApiError, ClientGone, error_body, internal_error
 from quire_server.http.disconnect import until_disconnect
 
@@ -242,6 +243,7 @@ def error_frames(error: ApiError) -> bytes:
 _pace_log = logging.getLogger("quire.http")
 
 HIGH_WATER_BYTES = 1  # in the transport: pause as soon as the system does not accept all bytes
+_TIMER_SECONDS = 0.05  # by which the event loop's timers may be early
 _UNSENT_BYTES = 16 << 10  # unsent bytes in the system's send queue
 
 
@@ -269,17 +271,22 @@ class WriteClock:
     client's system has acknowledged count as read.
     """
 
-    def __init__(self, transport: asyncio.Transport, pace: WritePace, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, pace: WritePace, loop: asyncio.AbstractEventLoop, pauses: OwnPauses
+    ) -> None:
+        """`pauses`: of this process, in which no byte is sent."""
         self._transport = transport
         self._pace = pace
         self._loop = loop
+        self._pauses = pauses
+        self._began = 0.0  # of the window
         self._waiting = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Data waits, and no more is written until it is gone."""
         if self._timer is None:
-            self._waiting = waiting_bytes(self._transport)
+            self._waiting, self._began = waiting_bytes(self._transport), self._pauses.now()
             self._timer = self._loop.call_later(self._pace.seconds, self._end)
 
     @property
@@ -297,6 +304,9 @@ class WriteClock:
         self._timer = None
         waiting = waiting_bytes(self._transport)
         if waiting == 0:
+            return
+        if self._pauses.silence(self._began) < self._pace.seconds - _TIMER_SECONDS:  # this process was paused meanwhile
+            self.start()
             return
         if self._waiting - waiting < self._pace.least_bytes:
             _pace_log.warning(

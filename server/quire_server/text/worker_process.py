@@ -18,6 +18,7 @@ from os import getpid
 from pathlib import Path
 
 from quire_engine.machine import is_stopped
+from quire_engine.own_pauses import OwnPauses
 
 _SLACK_SECONDS = 0.75  # in addition to the time limit, for the wait for a core
 _START_SECONDS = 30.0  # in addition to it, for the interpreter and its imports on a busy machine
@@ -118,7 +119,7 @@ class WorkerProcess:
     def _exchange(self, process: subprocess.Popen[bytes], line: str, seconds: float) -> dict[str, object]:
         """Ask, and kill a process that does not answer in time or is stopped. Raises ProcessDied, _Stopped."""
         try:
-            answer = _converse(process, line.encode() + b"\n", time.monotonic() + seconds)
+            answer = _converse(process, line.encode() + b"\n", seconds)
         except _Stopped:
             self.stop()
             raise
@@ -132,7 +133,7 @@ class WorkerProcess:
         return reply
 
 
-def _converse(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
+def _converse(process: subprocess.Popen[bytes], line: bytes, seconds: float) -> bytes:
     """The answer to a line, up to its line break; less if the process ends. Raises TimeoutError, _Stopped.
 
     Pipes are non-blocking: a stopped process does not read, and a line may be longer than a pipe's buffer.
@@ -146,8 +147,9 @@ def _converse(process: subprocess.Popen[bytes], line: bytes, deadline: float) ->
         os.set_blocking(end, False)
         poll.register(end, event)
     unsent = memoryview(line)
+    asked, pauses = time.monotonic(), OwnPauses(_LOOK_SECONDS)
     while not answer.endswith(b"\n"):
-        left = deadline - time.monotonic()
+        left = seconds - pauses.silence(asked)
         if left <= 0:
             raise TimeoutError
         ready = {end for end, _ in poll.poll(1000 * min(left, _LOOK_SECONDS))}

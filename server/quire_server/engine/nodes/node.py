@@ -21,6 +21,7 @@ from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, QuireError
 from quire_engine.handshake import ANSWER_BYTES, NodeHandshake, Refused, binding
 from quire_engine.link_security import LinkSecurity
+from quire_engine.own_pauses import OwnPauses
 from quire_engine.routing.index import MOST_BLOCKS
 from quire_engine.types import NAME_MODEL, EngineStats, GenerationRequest, StepOutput, TokenOutput
 from quire_server.engine.nodes.addresses import Address, resolve
@@ -28,7 +29,6 @@ from quire_server.engine.nodes.checks import wrong_in
 from quire_server.engine.nodes.frames import FROM_FRONT, FROM_NODE, NodeState
 from quire_server.engine.nodes.link import Link, UnfinishedFrames
 from quire_server.engine.nodes.sessions import STATS_SECONDS, PrefixLedger, Session, ahead_of
-from quire_server.engine.own_pauses import OwnPauses
 from quire_server.engine.supervisor import EngineState, Supervisor
 from quire_server.metrics.node_metrics import NodeMetrics
 

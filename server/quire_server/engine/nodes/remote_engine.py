@@ -20,6 +20,7 @@ from quire_engine.config import EnginePlan
 from quire_engine.errors import ConfigError, EngineDead, ProtocolError, Unanswerable
 from quire_engine.handshake import Refused
 from quire_engine.link_security import LinkSecurity
+from quire_engine.own_pauses import OwnPauses
 from quire_engine.process.transport import Abort, Control, Hold, Inspect, Inspected, LoadProgress, Release
 from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
 from quire_server.engine.connection import MOST_QUESTIONS, TooManyQuestions
@@ -174,7 +175,7 @@ class RemoteEngine:
         self._link, self._sent = link, {}
         self._answered = time.monotonic()
         link.begin(self._receive)
-        pinged = -math.inf
+        pinged, pauses = -math.inf, OwnPauses(_LOOK_SECONDS)
         while not link.lost.done():
             now = time.monotonic()
             if now >= pinged + PING_SECONDS:
@@ -182,11 +183,10 @@ class RemoteEngine:
                 self._sent[number] = now
                 link.send(Ping(number=number))
             await asyncio.wait([link.lost], timeout=min(_LOOK_SECONDS, self._silence / 4))
-            # After a longer wait this process itself was stopped: what the node has sent may be unread.
-            was_stopped = time.monotonic() - now > 2 * _LOOK_SECONDS
-            if not was_stopped and not link.lost.done() and time.monotonic() - self._answered >= self._silence:
+            silence = pauses.silence(self._answered)
+            if not link.lost.done() and silence >= self._silence:
                 link.was_silent = True
-                link.abort(f"no sign of life for {time.monotonic() - self._answered:.1f} s")
+                link.abort(f"no sign of life for {silence:.1f} s")
 
     def _drop(self, why: str) -> None:
         link, self._link, self._told = self._link, None, None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from quire_engine.own_pauses import OwnPauses
 from quire_server.errors import ApiError, ClientGone, EngineFailed
 from quire_server.http.sse import DONE, KEEP_ALIVE, EventStream, WriteClock, WritePace, error_frames
 from support.asgi_exchange import Exchange
@@ -202,6 +203,8 @@ class Clock:
 
     def __init__(self, waiting: int) -> None:
         self.waiting, self.aborted, self.due = waiting, False, list[Any]()
+        self.now = 100.0
+        self.pauses = OwnPauses(0.5, clock=lambda: self.now)
 
     def call_later(self, seconds: float, callback: Any) -> Any:
         assert seconds == PACE.seconds
@@ -217,9 +220,12 @@ class Clock:
     def abort(self) -> None:
         self.aborted = True
 
-    def window(self, read: int) -> bool:
-        """A window in which the client has read so much; whether another begins."""
+    def window(self, read: int, *, paused: bool = False) -> bool:
+        """A window in which the client has read so much, or this process was paused; whether another begins."""
         self.waiting -= read
+        for _ in range(1 if paused else 4):
+            self.pauses.look()
+            self.now += PACE.seconds * (10 if paused else 0.25)
         self.due.pop()()
         return bool(self.due)
 
@@ -229,7 +235,7 @@ PACE = WritePace(seconds=2.0, bytes_per_second=500)
 
 def test_a_client_is_cut_when_it_reads_less_than_the_least_rate_in_a_window() -> None:
     clock = Clock(waiting=10_000)
-    WriteClock(clock, PACE, clock).start()  # type: ignore[arg-type]
+    WriteClock(clock, PACE, clock, clock.pauses).start()  # type: ignore[arg-type]
     assert clock.window(read=1_000)
     assert clock.window(read=4_000)
     assert not clock.aborted
@@ -237,9 +243,18 @@ def test_a_client_is_cut_when_it_reads_less_than_the_least_rate_in_a_window() ->
     assert clock.aborted
 
 
+def test_a_client_is_not_cut_for_a_window_in_which_the_server_was_paused() -> None:
+    clock = Clock(waiting=10_000)
+    WriteClock(clock, PACE, clock, clock.pauses).start()  # type: ignore[arg-type]
+    assert clock.window(read=0, paused=True)
+    assert not clock.aborted
+    assert not clock.window(read=0)
+    assert clock.aborted
+
+
 def test_a_client_that_has_read_all_or_is_gone_is_not_timed() -> None:
     clock = Clock(waiting=100)
-    pace = WriteClock(clock, PACE, clock)  # type: ignore[arg-type]
+    pace = WriteClock(clock, PACE, clock, clock.pauses)  # type: ignore[arg-type]
     pace.start()
     assert not clock.window(read=100)
     pace.start()

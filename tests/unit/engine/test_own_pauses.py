@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire_server.engine.own_pauses import OwnPauses
+from quire_engine.own_pauses import OwnPauses
 
 
 def test_silence_counts_from_the_last_pause_of_ones_own() -> None:
@@ -20,3 +20,13 @@ def test_silence_counts_from_the_last_pause_of_ones_own() -> None:
         pauses.look()
     assert pauses.silence(heard=100.0) == 10.0, "by now it could"
     assert pauses.silence(heard=now) == 0.0
+
+
+def test_a_pause_is_seen_by_the_timer_that_runs_first_after_it() -> None:
+    now = 100.0
+    pauses = OwnPauses(0.5, clock=lambda: now)
+    heard = pauses.now()
+    now += 25.0
+    assert pauses.silence(heard) == 0.0, "nobody has looked since the pause"
+    now += 0.5
+    assert pauses.silence(heard) == 0.5

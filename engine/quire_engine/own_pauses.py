@@ -1,4 +1,4 @@
-"""Tells a watcher whether its own process was paused: then the silence of others is its own."""
+"""Tells who judges others by their silence whether its own process was paused: then the silence is its own."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ class OwnPauses:
         self._clock = clock
         self._looked_at = self._since = clock()
 
+    def now(self) -> float:
+        """The time, of which `silence` is told."""
+        return self._clock()
+
     def look(self) -> None:
-        """Take note of a look; call it once in each turn of the watcher."""
+        """Take note of a look; call it at least once a period, also while nothing is judged."""
         now = self._clock()
         if now - self._looked_at > self._longest:
             self._since = now
@@ -28,4 +32,5 @@ class OwnPauses:
 
     def silence(self, heard: float) -> float:
         """Seconds without a sign of life that came last at `heard`, without those before this process's last pause."""
-        return self._clock() - max(heard, self._since)
+        self.look()
+        return self._looked_at - max(heard, self._since)
