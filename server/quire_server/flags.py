@@ -31,7 +31,7 @@ from quire_server.settings import (
     suggest,
 )
 from quire_server.settings.keys import readable_by_others
-from quire_server.settings.sources import check_admin_keys, check_keys, environment_names
+from quire_server.settings.sources import check_admin_keys, check_keys, environment_names, service_link_warnings
 from quire_server.settings.values import Kinds, plain_words, synonym_of
 from quire_server.settings.vllm import (
     add_hidden_flags,
@@ -114,7 +114,7 @@ class CommandLine:
 
     settings: Settings
     notes: tuple[str, ...]  # on flags without effect here
-    warnings: tuple[str, ...]  # on vLLM's variables without effect here, and on exposed keys
+    warnings: tuple[str, ...]  # on variables without effect here, and on exposed keys
 
 
 def parse_flags(argv: Sequence[str], prog: str = SERVE) -> Settings:
@@ -143,7 +143,8 @@ def parse_command_line(argv: Sequence[str], prog: str = SERVE) -> CommandLine:
     _check_program(prog, flags, settings)
     if settings.config is not None:
         notes += read_settings_file(settings.config, Settings.model_fields)[1]
-    warnings = [*variable_warnings(environment_names()), *_secret_warnings(flags, settings)]
+    variables = [*variable_warnings(environment_names()), *service_link_warnings()]
+    warnings = [*variables, *_secret_warnings(flags, settings)]
     return CommandLine(settings=settings, notes=tuple(notes), warnings=tuple(warnings))
 
 

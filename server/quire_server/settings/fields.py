@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from quire_engine.config import EngineConfig, Fault, KVTransferConfig
 from quire_engine.demo import demo_model_path
@@ -30,6 +36,7 @@ from quire_server.settings.sources import (
     check_environment,
     explain,
     flag_name,
+    is_service_link,
     vllm_key,
     with_flags,
 )
@@ -54,6 +61,9 @@ class Settings(ServerFields, EngineFields, BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags override the environment, which overrides the file that either of them names."""
         del dotenv_settings, file_secret_settings
+        if isinstance(env_settings, EnvSettingsSource):
+            given = env_settings.env_vars
+            env_settings.env_vars = {name: given[name] for name in given if not is_service_link(name, given[name])}
         path = init_settings().get("config") or env_settings().get("config")
         return (
             init_settings,

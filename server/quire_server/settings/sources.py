@@ -22,8 +22,11 @@ from quire_server.settings.limits import REMOVED, removed_line
 ENV_PREFIX = "QUIRE_"
 VLLM_KEY = "VLLM_API_KEY"
 
-# A Kubernetes service called "quire" injects QUIRE_PORT=tcp://... and QUIRE_SERVICE_HOST into every pod beside it.
-_SERVICE_LINK = re.compile(r"QUIRE_(SERVICE_(HOST|PORT.*)|PORT_\d+_(TCP|UDP|SCTP).*)")
+# A Kubernetes service called "quire" or "quire-db" injects such variables into every pod beside it; one of its port has
+# the name that a setting may have, and a value that none can.
+_SERVICE_LINK = re.compile(r"QUIRE_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)", re.IGNORECASE)
+_SERVICE_PORT = re.compile(r"QUIRE_(\w+_)?PORT", re.IGNORECASE)
+_PORT_URL = re.compile(r"(tcp|udp|sctp)://")
 
 
 class SettingsError(Exception):
@@ -74,13 +77,13 @@ def read_config(path: Path, known: Callable[[str], bool], names: Collection[str]
 
 
 def check_environment(known: Collection[str]) -> None:
-    """Raises SettingsError for `QUIRE_*` variables that set nothing, or that Kubernetes has set."""
+    """Raises SettingsError for `QUIRE_*` variables that set nothing, except those that Kubernetes has set."""
     unknown = {
         name: name.removeprefix(ENV_PREFIX).lower()
-        for name in os.environ
+        for name, value in os.environ.items()
         if name.startswith(ENV_PREFIX)
         and name.removeprefix(ENV_PREFIX).lower() not in known
-        and not _SERVICE_LINK.fullmatch(name)
+        and not is_service_link(name, value)
     }
     if unknown:
         raise SettingsError(
@@ -91,11 +94,25 @@ def check_environment(known: Collection[str]) -> None:
                 for name, field in unknown.items()
             )
         )
-    if os.environ.get("QUIRE_PORT", "").startswith("tcp://"):
-        raise SettingsError(
-            "QUIRE_PORT is a Kubernetes service link, not a port; set enableServiceLinks: false in the pod"
-            " or give the service another name"
-        )
+
+
+def is_service_link(name: str, value: str | None) -> bool:
+    """Whether Kubernetes has set this variable of the environment for a service, and not an operator for us."""
+    if _SERVICE_LINK.fullmatch(name):
+        return True
+    return _SERVICE_PORT.fullmatch(name) is not None and _PORT_URL.match(value or "") is not None
+
+
+def service_link_warnings() -> list[str]:
+    """A line about the variables of the environment that are passed over as a Kubernetes service's; none without."""
+    links = sorted(n for n, value in os.environ.items() if n.startswith(ENV_PREFIX) and is_service_link(n, value))
+    if not links:
+        return []
+    others = f" and {len(links) - 1} more" if len(links) > 1 else ""
+    return [
+        f"{links[0]}{others} in the environment: passed over as links to a Kubernetes service, which set nothing;"
+        " enableServiceLinks: false in the pod leaves them out"
+    ]
 
 
 def check_keys() -> None:

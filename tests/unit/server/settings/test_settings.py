@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from quire_engine.config import EngineConfig, KVTransferConfig
-from quire_server.flags import build_parser, option_group, option_unit, parse_flags
+from quire_server.flags import build_parser, option_group, option_unit, parse_command_line, parse_flags
 from quire_server.settings import GROUPS, REMOVED, Settings, SettingsError, flag_name
 
 
@@ -199,11 +199,23 @@ def test_environment_problems_name_the_variable(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_kubernetes_service_links(monkeypatch: pytest.MonkeyPatch):
-    for name in ("QUIRE_SERVICE_HOST", "QUIRE_SERVICE_PORT", "QUIRE_SERVICE_PORT_HTTP", "QUIRE_PORT_8000_TCP_ADDR"):
-        monkeypatch.setenv(name, "10.0.0.1")
-    assert parse_flags([]) == Settings()
-    monkeypatch.setenv("QUIRE_PORT", "tcp://10.0.0.1:8000")
-    assert "enableServiceLinks" in refusal()
+    assert parse_command_line([]).warnings == ()
+    for service in ("QUIRE", "QUIRE_NODES"):
+        for name in ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT_8000_TCP", "PORT_8000_TCP_ADDR"):
+            monkeypatch.setenv(f"{service}_{name}", "10.0.0.1")
+        monkeypatch.setenv(f"{service}_PORT", "tcp://10.0.0.1:8000")
+    given = parse_command_line([])
+    assert given.settings == Settings()
+    assert given.settings.port == Settings.model_fields["port"].default
+    (line,) = given.warnings
+    assert line.startswith("QUIRE_NODES_PORT and 11 more in the environment: ")
+    assert "enableServiceLinks" in line
+
+
+@pytest.mark.parametrize("name", ["QUIRE_PROT", "QUIRE_NODES_PORT", "QUIRE_SERVICE_PORTS", "QUIRE_SERVICE"])
+def test_variables_that_no_service_link_has_end_the_start(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(name, "8000")
+    assert refusal().startswith(f"unknown environment variable {name}")
 
 
 def test_a_key_is_never_printed():
