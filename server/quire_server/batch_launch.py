@@ -128,7 +128,7 @@ def _begin(store: BatchStore, files: _Files) -> Batch:
         shutil.copyfileobj(source, content, _COPIED)
     num_bytes, now = content.tell(), store.now()
     file = StoredFile(id=file_id, owner="", name=files.input.name, purpose=INPUT, num_bytes=num_bytes, created_at=now)
-    store.add_file(file, content, max_bytes=sys.maxsize)
+    store.add_file(file, content)
     batch = Batch(
         id=new_batch_id(),
         owner=Owner(),

@@ -361,20 +361,29 @@ async def test_a_batch_expires_with_what_it_has(tmp_path: Path, monkeypatch: pyt
 async def test_at_its_bound_of_bytes_a_client_gets_no_further_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = [line(f"l{n}", prompt="a" * 30, max_tokens=4) for n in range(40)]
-    async with batching(tmp_path, max_files_bytes=9_000) as client:
+    most = 40_000
+    lines = [line(f"l{n}", max_tokens=400) for n in range(40)]
+    async with batching(tmp_path, max_files_bytes=most) as client:
         batch = await ended(client, await begin(client, lines))
         assert batch["status"] == "completed"
         assert batch["request_counts"]["failed"] > 0
         assert batch["request_counts"]["completed"] > 0
         (error, *_) = await content_of(client, batch["error_file_id"])
         assert (error["response"], error["error"]["code"]) == (None, "file_quota_exceeded")
+        assert sum(each.stat().st_size for each in (tmp_path / "files").iterdir()) <= most
         asked = {"input_file_id": batch["input_file_id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
+        again = await ended(client, (await client.post("/v1/batches", json=asked)).json())
+        assert again["status"] == "failed", "its refusals alone have no room"
+        assert [each["code"] for each in again["errors"]["data"]] == ["file_quota_exceeded"]
+        left = most - sum(file["bytes"] for file in (await client.get("/v1/files")).json()["data"])
+        assert [(await upload(client, b"x" * size)).status_code for size in (left + 1, left)] == [400, 200]
         reply = await client.post("/v1/batches", json=asked)
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "file_quota_exceeded")
-        assert (await client.delete(f"/v1/files/{batch['error_file_id']}")).status_code == 200
-        assert (await client.delete(f"/v1/files/{batch['output_file_id']}")).status_code == 200
+        assert sum(each.stat().st_size for each in (tmp_path / "files").iterdir()) == most
+        for file in (await client.get("/v1/files")).json()["data"]:
+            if file["id"] != batch["input_file_id"]:
+                assert (await client.delete(f"/v1/files/{file['id']}")).status_code == 200
         monkeypatch.setattr(runner, "MAX_ANSWER_BYTES", 10)
         batch = await ended(client, (await client.post("/v1/batches", json=asked)).json())
         codes = {each["error"]["code"] for each in await content_of(client, batch["error_file_id"])}
-        assert "answer_too_large" in codes
+        assert codes == {"answer_too_large"}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from quire_server.batches.input import MAX_LINES, Inspection, read_lines
 from quire_server.batches.records import Batch, Line
-from quire_server.batches.store import BatchStore
+from quire_server.batches.store import BatchStore, NoRoom
 
 TURN_SECONDS = 0.02  # of one core at a stretch
 TROUBLE_SECONDS = 5.0  # after a failure of the disk
@@ -117,7 +117,13 @@ class InputChecks:
         except FileNotFoundError:  # taken from the folder by another program
             check.found.add("file_not_found", "the input file is gone")
             return True
-        for line in await store.run(store.add_lines, batch.id, lines or ()):
+        try:
+            twice = await store.run(store.add_lines, batch, lines or ())
+        except NoRoom:
+            what = f"with this batch your files and batches would have more than {store.max_bytes} bytes; delete some"
+            check.found.add("file_quota_exceeded", what)
+            return True
+        for line in twice:
             check.found.add("duplicate_custom_id", f"another line has it: {line.custom_id[:96]}", line=line.number)
         return lines is None
 

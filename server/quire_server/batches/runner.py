@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
@@ -64,7 +63,6 @@ class Server:
     is_draining: Callable[[], bool]
     knows_model: Callable[[str | None], bool]
     max_line_bytes: int
-    max_bytes: int = sys.maxsize  # of an owner's files and results; further lines are not run
     on_line: Callable[[bool], None] = lambda _ok: None  # a line has got its result
     on_backlog: Callable[[int], None] = lambda _number: None  # lines without a result, of all batches
 
@@ -214,8 +212,8 @@ class BatchRunner:
         """Send a line until it has an answer, and keep that. Without one when the server drains or the disk fails."""
         has_result = False
         try:
-            _, used = await self._store.run(self._store.usage, batch.owner.name)
-            answer = await self._answer(batch, line) if used < self._server.max_bytes else None
+            has_room = await self._store.run(self._store.has_room, batch.owner.name)
+            answer = await self._answer(batch, line) if has_room else None
             if answer is _NOT_NOW:
                 return
             is_ok = answer is not None and answer.status == 200 and len(answer.body) <= MAX_ANSWER_BYTES
@@ -225,11 +223,11 @@ class BatchRunner:
                 result = _result(batch.id, line, answer=answer)
 
             def finish() -> bool:
-                _, used = self._store.usage(batch.owner.name)  # lines that run at once may have taken the room
-                has_room = used + len(result) <= self._server.max_bytes
-                kept = result if has_room else _result(batch.id, line, error=_NO_ROOM)
-                self._store.finish_line(batch.id, line.number, kept, ok=is_ok and has_room)
-                return is_ok and has_room
+                if self._store.finish_line(batch, line, result, ok=is_ok):
+                    return is_ok
+                # Lines that ran at once have taken the room.
+                self._store.finish_line(batch, line, _result(batch.id, line, error=_NO_ROOM), ok=False)
+                return False
 
             is_ok = await self._store.run(finish)
             has_result = True

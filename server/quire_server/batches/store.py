@@ -1,8 +1,9 @@
 """Files and batches on disk: an SQLite database with the rows, and a folder with the files' contents.
 
 Owns the folder and its lock. Promises: what a call has returned is on the disk, whatever ends the process; a line of a
-batch has at most one result; a file has a row only while its content is whole. Every method waits for the disk: call
-them in the thread of `run`.
+batch has at most one result; a file has a row only while its content is whole; no owner has more bytes than it may, of
+files, uploads under way, and lines of unfinished batches, each with room for the refusal that it may end with. Every
+method waits for the disk: call them in the thread of `run`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import fcntl
 import os
 import sqlite3
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -50,12 +52,24 @@ _INCREMENTAL = 2  # SQLite's number for files that shrink when they are asked to
 _MOST_JOURNAL = 16 << 20  # bytes that the journal keeps after a larger one
 _GIVEN_BACK = 2_000  # pages of 4 KiB at once
 _COPIED = 512  # results that are read at once for the output files
+MAX_FILES = 10_000  # of one owner
+MAX_ENDED = 1_000  # batches of one owner that have ended and are still known
+_ROW = 64  # bytes of a line's row and its entry in the index, beside its custom_id in each
+_REFUSAL = 448  # bytes of a refused line's result, beside its custom_id
+_ESCAPED = 6  # bytes of JSON for one byte of a custom_id
+# The bytes of a line that its owner is charged for: its row, and its result or the refusal that it may end with.
+_CHARGE = (
+    f"{_ROW} + 2 * length(CAST(custom_id AS BLOB))"
+    f" + max({_REFUSAL} + {_ESCAPED} * length(CAST(custom_id AS BLOB)), coalesce(length(result), 0))"
+)
 
 
 class BatchStore:
     """The store of one server. Raises ConfigError where the folder cannot be used, or another server uses it."""
 
-    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, folder: Path, *, max_bytes: int = sys.maxsize, clock: Callable[[], float] = time.time) -> None:
+        """`max_bytes`: of one owner."""
+        self.max_bytes = max_bytes
         self._folder = folder
         self._contents = folder / "files"
         self._clock = clock
@@ -71,12 +85,10 @@ class BatchStore:
             self._lock.close()
             raise ConfigError(f"--batch-dir {folder}: its database cannot be used: {error}") from None
         self._uploads: dict[str, tuple[str, int]] = {}  # owner and bytes so far of contents that are being written
-        # Bytes of results in the database, by owner.
         rows = self._db.execute(
-            "SELECT owner, sum(length(result)) FROM lines JOIN batches ON batches.id = batch WHERE result IS NOT NULL"
-            " GROUP BY owner"
+            f"SELECT owner, sum({_CHARGE}) FROM lines JOIN batches ON batches.id = batch GROUP BY owner"
         )
-        self._result_bytes = Counter(dict(rows.fetchall()))
+        self._line_bytes = Counter(dict(rows.fetchall()))  # what lines are charged, by owner
         # One thread: SQLite has one writer at a time anyway, and calls are in the order in which they were made.
         self._thread = ThreadPoolExecutor(1, "batches")
 
@@ -104,19 +116,28 @@ class BatchStore:
         """Where the content of a stored file is."""
         return self._contents / file_id
 
-    def reserve(self, owner: str, file_id: str, num_bytes: int, *, max_bytes: int) -> bool:
-        """Count further bytes of an upload under way; False, and nothing is counted, if its owner would have more."""
-        if self.usage(owner)[1] + num_bytes > max_bytes:
+    def begin_upload(self, owner: str) -> tuple[str, IO[bytes]] | None:
+        """As `new_content`, for an upload that counts as its owner's; None: the owner has `MAX_FILES` files."""
+        if self.usage(owner)[0] >= MAX_FILES:
+            return None
+        file_id, content = self.new_content()
+        self._uploads[file_id] = owner, 0
+        return file_id, content
+
+    def reserve(self, file_id: str, num_bytes: int) -> bool:
+        """Count further bytes of an upload; False, and nothing is counted, if its owner would have too many."""
+        owner, before = self._uploads[file_id]
+        if not self.has_room(owner, num_bytes):
             return False
-        self._uploads[file_id] = owner, self._uploads.get(file_id, (owner, 0))[1] + num_bytes
+        self._uploads[file_id] = owner, before + num_bytes
         return True
 
-    def add_file(self, file: StoredFile, content: IO[bytes], *, max_bytes: int) -> bool:
-        """Keep a file whose content is written; False, and it is not kept, if its owner would have more bytes."""
+    def add_file(self, file: StoredFile, content: IO[bytes]) -> bool:
+        """Keep a file whose content is written; False, and it is not kept, if its owner would have too many bytes."""
         _to_disk(content)
         self._sync_folder()
         self._uploads.pop(file.id, None)
-        if self.usage(file.owner)[1] + file.num_bytes > max_bytes:
+        if not self.has_room(file.owner, file.num_bytes):
             return False
         with self._changes():
             self._insert_file(file)
@@ -151,11 +172,15 @@ class BatchStore:
         return [_file(row) for row in rows]
 
     def usage(self, owner: str) -> tuple[int, int]:
-        """The number of the owner's files, and their bytes; uploads under way and results of lines are counted too."""
+        """The number of the owner's files, and their bytes; uploads under way and lines of batches are counted too."""
         rows = self._db.execute("SELECT count(*), coalesce(sum(num_bytes), 0) FROM files WHERE owner = ?", (owner,))
         number, num_bytes = next(rows)
         coming = [size for each, size in self._uploads.values() if each == owner]
-        return number + len(coming), num_bytes + sum(coming) + self._result_bytes[owner]
+        return number + len(coming), num_bytes + sum(coming) + self._line_bytes[owner]
+
+    def has_room(self, owner: str, num_bytes: int = 1) -> bool:
+        """Whether the owner may have so many bytes more."""
+        return self.usage(owner)[1] + num_bytes <= self.max_bytes
 
     def delete_file(self, owner: str, file_id: str) -> bool:
         """Delete a file; False while an unfinished batch reads it."""
@@ -174,7 +199,10 @@ class BatchStore:
     # -- Batches
 
     def add_batch(self, batch: Batch, *, most_unfinished: int) -> bool:
-        """Add a new batch; False, and nothing is added, where its owner has so many unfinished ones."""
+        """Add a new batch; False, and nothing is added, where its owner has so many unfinished ones.
+
+        Of those that have ended the owner's newest `MAX_ENDED` stay.
+        """
         rows = self._db.execute(
             f"SELECT count(*) FROM batches WHERE owner = ? AND status IN ({_marks(UNFINISHED)})",
             (batch.owner.name, *UNFINISHED),
@@ -183,6 +211,11 @@ class BatchStore:
             return False
         with self._changes():
             self._db.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", _batch_row(batch))
+            self._db.execute(
+                "DELETE FROM batches WHERE id IN (SELECT id FROM batches WHERE owner = ?"
+                f" AND status NOT IN ({_marks(UNFINISHED)}) ORDER BY created_at DESC, id DESC LIMIT -1 OFFSET ?)",
+                (batch.owner.name, *UNFINISHED, MAX_ENDED),
+            )
         return True
 
     def batch(self, batch_id: str, owner: str | None = None) -> Batch | None:
@@ -229,16 +262,29 @@ class BatchStore:
         batch = self.batch(batch_id)
         if batch is None or batch.status != "validating":
             return False
-        self._forget_lines(batch_id)
+        self._forget_lines(batch)
         return True
 
-    def _forget_lines(self, batch_id: str) -> None:
+    def _forget_lines(self, batch: Batch) -> None:
         with self._changes():
-            self._db.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
+            charged = self._delete_lines(batch.id)
+        self._line_bytes[batch.owner.name] -= charged
 
-    def add_lines(self, batch_id: str, lines: Sequence[Line]) -> list[Line]:
-        """Add lines that were read; those whose custom_id was there already are not added, but returned."""
-        known = []
+    def _delete_lines(self, batch_id: str) -> int:
+        """Delete the batch's lines; the bytes that they are charged, until the transaction has ended."""
+        sums = self._db.execute(f"SELECT coalesce(sum({_CHARGE}), 0) FROM lines WHERE batch = ?", (batch_id,))
+        charged: int = next(sums)[0]
+        self._db.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
+        return charged
+
+    def add_lines(self, batch: Batch, lines: Sequence[Line]) -> list[Line]:
+        """Add lines that were read; those whose custom_id was there already are not added, but returned.
+
+        Raises NoRoom, and adds none, if the batch's owner would have too many bytes.
+        """
+        known, batch_id = [], batch.id
+        if not self.has_room(batch.owner.name, sum(map(_charge, lines))):
+            raise NoRoom
         with self._changes():
             for line in lines:
                 added = self._db.execute(
@@ -248,6 +294,7 @@ class BatchStore:
                 )
                 if not added.rowcount:
                     known.append(line)
+        self._line_bytes[batch.owner.name] += sum(map(_charge, lines)) - sum(map(_charge, known))
         return known
 
     def begin(self, batch_id: str, *, model: str | None) -> Batch | None:
@@ -263,7 +310,7 @@ class BatchStore:
         batch = self.batch(batch_id)
         if batch is None or batch.status != "validating":
             return
-        self._forget_lines(batch_id)
+        self._forget_lines(batch)
         self._enter(replace(batch, problems=tuple(problems)), "failed")
 
     def open_lines(self, batch_id: str, *, after: int, limit: int) -> list[Line]:
@@ -275,19 +322,25 @@ class BatchStore:
         )
         return [Line(number=row[0], custom_id=row[1], offset=row[2], size=row[3]) for row in rows]
 
-    def finish_line(self, batch_id: str, number: int, result: bytes, *, ok: bool) -> None:
-        """Keep a line's result, a JSON object; a line that has one keeps that."""
-        batch = self.batch(batch_id)
+    def finish_line(self, batch: Batch, line: Line, result: bytes, *, ok: bool) -> bool:
+        """Keep a line's result, a JSON object; a line that has one keeps that.
+
+        False, and nothing is kept, if the owner would have too many bytes. A refusal always has room: it is charged
+        from the moment at which the line was added.
+        """
+        further = max(len(result) - _refusal_bytes(line), 0)
+        if further and not self.has_room(batch.owner.name, further):
+            return False
         with self._changes():
             changed = self._db.execute(
                 "UPDATE lines SET ok = ?, result = ? WHERE batch = ? AND number = ? AND ok IS NULL",
-                (ok, result, batch_id, number),
+                (ok, result, batch.id, line.number),
             )
             if changed.rowcount:
                 column = "completed" if ok else "failed"
-                self._db.execute(f"UPDATE batches SET {column} = {column} + 1 WHERE id = ?", (batch_id,))
-        if changed.rowcount and batch is not None:
-            self._result_bytes[batch.owner.name] += len(result)
+                self._db.execute(f"UPDATE batches SET {column} = {column} + 1 WHERE id = ?", (batch.id,))
+        self._line_bytes[batch.owner.name] += further if changed.rowcount else 0
+        return True
 
     def end_lines(self, batch_id: str, ends_as: Status) -> Batch | None:
         """No further line is run: the batch is about to end in this state. None: it ends already."""
@@ -325,12 +378,10 @@ class BatchStore:
             files.append(None if first is None else self._write(batch, first, results, is_output=is_output))
         self._sync_folder()
         output, error = files
-        freed = next(self._db.execute("SELECT sum(length(result)) FROM lines WHERE batch = ?", (batch_id,)))[0] or 0
-        self._result_bytes[batch.owner.name] -= freed
         with self._changes():
             for file in filter(None, files):
                 self._insert_file(file)
-            self._db.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
+            charged = self._delete_lines(batch_id)
             ended = replace(
                 batch,
                 failed=batch.failed + left,
@@ -338,7 +389,9 @@ class BatchStore:
                 output_file=None if output is None else output.id,
                 error_file=None if error is None else error.id,
             )
-            return self._enter(ended, batch.ends_as)
+            ended = self._enter(ended, batch.ends_as)
+        self._line_bytes[batch.owner.name] -= charged
+        return ended
 
     def _results(self, batch_id: str, unfinished: Callable[[Line], bytes], *, is_output: bool) -> Iterator[bytes]:
         """The results for one of the files, in the order of the lines."""
@@ -430,6 +483,20 @@ class BatchStore:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+class NoRoom(Exception):
+    """The owner of a batch would have more bytes than it may."""
+
+
+def _refusal_bytes(line: Line) -> int:
+    """The most bytes of the result of a line that was not answered."""
+    return _REFUSAL + _ESCAPED * len(line.custom_id.encode())
+
+
+def _charge(line: Line) -> int:
+    """As `_CHARGE`, of a line without a result."""
+    return _ROW + 2 * len(line.custom_id.encode()) + _refusal_bytes(line)
 
 
 def _locked(folder: Path) -> IO[bytes]:

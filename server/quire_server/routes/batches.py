@@ -17,7 +17,7 @@ from quire_server.answering.caller import tenant_of
 from quire_server.batches.input import ENDPOINTS
 from quire_server.batches.records import Batch, Owner, new_batch_id
 from quire_server.batches.runner import Answer, BatchRunner, Server
-from quire_server.batches.store import BatchStore
+from quire_server.batches.store import MAX_FILES, BatchStore
 from quire_server.errors import BadRequest, BatchesOff, BatchNotFound, Conflict, FileNotFound
 from quire_server.http.body import json_body
 from quire_server.http.openapi import error_response
@@ -40,7 +40,6 @@ class BatchService:
     store: BatchStore
     runner: BatchRunner
     max_file_bytes: int  # of one upload
-    max_bytes: int  # of all files of an owner
 
 
 def batch_service(state: ServerState, app: ASGIApp, *, max_line_bytes: int) -> BatchService | None:
@@ -56,7 +55,7 @@ def batch_service(state: ServerState, app: ASGIApp, *, max_line_bytes: int) -> B
         return sum(each.client.num_seats for each in state.every)
 
     limits = state.client.plan.scheduler.limits
-    store = BatchStore(folder)
+    store = BatchStore(folder, max_bytes=state.limits.max_files_bytes)
     server = Server(
         send=send,
         num_seats=num_seats,
@@ -67,7 +66,6 @@ def batch_service(state: ServerState, app: ASGIApp, *, max_line_bytes: int) -> B
         is_draining=lambda: state.draining,
         knows_model=state.knows_model,
         max_line_bytes=max_line_bytes,
-        max_bytes=state.limits.max_files_bytes,
         on_line=state.metrics.batches.line,
         on_backlog=state.metrics.batches.backlog,
     )
@@ -75,7 +73,6 @@ def batch_service(state: ServerState, app: ASGIApp, *, max_line_bytes: int) -> B
         store=store,
         runner=BatchRunner(store, server),
         max_file_bytes=state.limits.max_file_bytes,
-        max_bytes=state.limits.max_files_bytes,
     )
 
 
@@ -238,8 +235,10 @@ async def create_batch(body: Annotated[BatchRequest, json_body(BatchRequest)], r
     file = await store.run(store.file, owner.name, body.input_file_id)
     if file is None:
         raise FileNotFound(body.input_file_id, param="input_file_id")
-    _, used = await store.run(store.usage, owner.name)
-    if used >= service.max_bytes:
+    number, used = await store.run(store.usage, owner.name)
+    if number >= MAX_FILES:
+        raise too_many_files(number)
+    if used >= store.max_bytes:
         raise BadRequest(
             f"Your files and results have {used} bytes, and there is no room for those of this batch; delete some.",
             code="file_quota_exceeded",
@@ -301,6 +300,10 @@ async def cancel_batch(batch_id: str, request: Request) -> BatchObject:
         raise Conflict(f"The batch is {batch.status}, and is not cancelled any more.", code="batch_ended")
     service.runner.wake()
     return BatchObject(**batch.shown())
+
+
+def too_many_files(number: int) -> BadRequest:
+    return BadRequest(f"You have {number} files, which is the most; delete some.", code="too_many_files")
 
 
 async def _known(service: BatchService, owner: Owner, batch_id: str) -> Batch:

@@ -10,6 +10,7 @@ from fastapi.responses import FileResponse
 from pydantic import BaseModel, ConfigDict
 
 from quire_server.batches.records import INPUT, StoredFile
+from quire_server.batches.store import MAX_FILES
 from quire_server.errors import (
     BadRequest,
     Conflict,
@@ -21,11 +22,10 @@ from quire_server.errors import (
 )
 from quire_server.http.openapi import error_response
 from quire_server.http.upload import Form, read_form
-from quire_server.routes.batches import BatchService, Listed, Page, owner_of, service_of
+from quire_server.routes.batches import BatchService, Listed, Page, owner_of, service_of, too_many_files
 
 router = APIRouter(prefix="/v1/files", tags=["batches"])
 
-MAX_FILES = 10_000  # of one owner
 LEAST_KEPT, MOST_KEPT = 3600, 30 * 86_400  # seconds that `expires_after` may ask for
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _MOST_NAME = 100  # characters in the header of a download
@@ -85,19 +85,16 @@ async def upload_file(request: Request) -> FileObject:
     """Keep the input of a batch: one request a line."""
     service, owner = service_of(request), owner_of(request)
     store = service.store
-    number, _ = await store.run(store.usage, owner.name)
-    if number >= MAX_FILES:
-        raise BadRequest(f"You have {number} files, which is the most; delete some.", code="too_many_files")
-    file_id, content = await store.run(store.new_content)
+    begun = await store.run(store.begin_upload, owner.name)
+    if begun is None:
+        raise too_many_files(MAX_FILES)
+    file_id, content = begun
     is_kept = False
     try:
 
         async def write(piece: bytes) -> None:
-            def reserve() -> bool:
-                return store.reserve(owner.name, file_id, len(piece), max_bytes=service.max_bytes)
-
-            if not await store.run(reserve):
-                raise _over_quota(service.max_bytes)
+            if not await store.run(store.reserve, file_id, len(piece)):
+                raise _over_quota(store.max_bytes)
             await asyncio.to_thread(content.write, piece)
 
         form = await read_form(request, "file", write, max_bytes=service.max_file_bytes)
@@ -112,13 +109,9 @@ async def upload_file(request: Request) -> FileObject:
             created_at=now,
             expires_at=None if kept_seconds is None else now + kept_seconds,
         )
-
-        def add() -> bool:
-            return store.add_file(file, content, max_bytes=service.max_bytes)
-
-        is_kept = await store.run(add)
+        is_kept = await store.run(store.add_file, file, content)
         if not is_kept:
-            raise _over_quota(service.max_bytes)
+            raise _over_quota(store.max_bytes)
     finally:
         if not is_kept:
             await store.run(store.drop_content, file_id, content)

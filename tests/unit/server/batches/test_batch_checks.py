@@ -30,7 +30,7 @@ def added(store: BatchStore, owner: str, *, num_lines: int, is_good: bool = True
     target.write(content)
     now = store.now()
     file = StoredFile(id=file_id, owner=owner, name="in", purpose=INPUT, num_bytes=len(content), created_at=now)
-    assert store.add_file(file, target, max_bytes=1 << 30)
+    assert store.add_file(file, target)
     batch = Batch(
         id=new_batch_id(),
         owner=Owner(name=owner),

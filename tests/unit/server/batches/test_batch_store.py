@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from quire_engine.errors import ConfigError
+from quire_server.batches import runner
 from quire_server.batches.records import INPUT, Batch, Line, LineProblem, Owner, StoredFile, new_batch_id
-from quire_server.batches.store import BatchStore
+from quire_server.batches.store import BatchStore, NoRoom
 from quire_server.batches.usage import BatchUsage
 
 OWNER = Owner(name="key 1", key_digest="01")
@@ -38,8 +39,12 @@ def kept(store: BatchStore, content: bytes = b"x", **fields: object) -> StoredFi
             **fields,
         }
     )
-    assert store.add_file(file, target, max_bytes=1 << 30)
+    assert store.add_file(file, target)
     return file
+
+
+def line_of(number: int) -> Line:
+    return Line(number=number, custom_id=f"c{number}", offset=number, size=1)
 
 
 def begun(store: BatchStore, num_lines: int = 3, **fields: object) -> Batch:
@@ -59,8 +64,7 @@ def begun(store: BatchStore, num_lines: int = 3, **fields: object) -> Batch:
         }
     )
     assert store.add_batch(batch, most_unfinished=100)
-    lines = [Line(number=n, custom_id=f"c{n}", offset=n, size=1) for n in range(1, num_lines + 1)]
-    assert store.add_lines(batch.id, lines) == []
+    assert store.add_lines(batch, [line_of(n) for n in range(1, num_lines + 1)]) == []
     found = store.begin(batch.id, model="m")
     assert found is not None
     return found
@@ -83,7 +87,7 @@ def killed(folder: Path, to: Path) -> BatchStore:
 def test_a_line_keeps_its_first_result(store: BatchStore) -> None:
     batch = begun(store)
     for result in (b"one", b"two"):
-        store.finish_line(batch.id, 2, result, ok=True)
+        store.finish_line(batch, line_of(2), result, ok=True)
     found = store.batch(batch.id)
     assert found is not None
     assert (found.total, found.completed, found.failed) == (3, 1, 0)
@@ -96,7 +100,7 @@ def test_outputs_are_in_the_order_of_the_lines(store: BatchStore) -> None:
     batch = begun(store, 1500)
     with store._changes():  # at once, since each is on the disk before the next one
         for number in range(1500, 0, -1):
-            store.finish_line(batch.id, number, b"%d" % number, ok=number % 3 != 0)
+            store.finish_line(batch, line_of(number), b"%d" % number, ok=number % 3 != 0)
     assert store.end_lines(batch.id, "completed") is not None
     ended = store.finalize(batch.id, unfinished, used)
     assert ended is not None
@@ -118,13 +122,13 @@ def test_outputs_are_in_the_order_of_the_lines(store: BatchStore) -> None:
 
 def test_each_state_survives_a_kill(store: BatchStore, tmp_path: Path) -> None:
     batch = begun(store)
-    store.finish_line(batch.id, 1, b"one", ok=True)
+    store.finish_line(batch, line_of(1), b"one", ok=True)
     again = killed(tmp_path / "kept", tmp_path / "running")
     assert again.unfinished() == store.unfinished()
     assert [line.number for line in again.open_lines(batch.id, after=0, limit=9)] == [2, 3]
     again.close()
-    store.finish_line(batch.id, 2, b"two", ok=True)
-    store.finish_line(batch.id, 3, b"three", ok=False)
+    store.finish_line(batch, line_of(2), b"two", ok=True)
+    store.finish_line(batch, line_of(3), b"three", ok=False)
     store.end_lines(batch.id, "completed")
     # It was killed while it wrote the output: the file has no row, and is written again.
     leftover, content = store.new_content()
@@ -144,7 +148,7 @@ def test_each_state_survives_a_kill(store: BatchStore, tmp_path: Path) -> None:
 
 def test_what_was_not_run_is_told_at_the_end(store: BatchStore) -> None:
     batch = begun(store)
-    store.finish_line(batch.id, 2, b"two", ok=True)
+    store.finish_line(batch, line_of(2), b"two", ok=True)
     cancelled = store.cancel(OWNER.name, batch.id)
     assert cancelled is not None
     assert cancelled.status == "cancelling"
@@ -160,7 +164,7 @@ def test_what_was_not_run_is_told_at_the_end(store: BatchStore) -> None:
 def test_the_same_id_twice_is_found_over_all_lines(store: BatchStore) -> None:
     batch = begun(store, 2)
     twice = [Line(number=3, custom_id="c1", offset=3, size=1), Line(number=4, custom_id="c4", offset=4, size=1)]
-    assert store.add_lines(batch.id, twice) == twice[:1]
+    assert store.add_lines(batch, twice) == twice[:1]
     other = begun(store, 2)
     assert other.total == 2, "another batch may have the same ids"
 
@@ -209,33 +213,84 @@ def test_folders_that_cannot_work_are_refused(store: BatchStore, tmp_path: Path)
         BatchStore(later)  # the lock was given back
 
 
-def test_uploads_under_way_and_results_count_as_their_owners_bytes(store: BatchStore, tmp_path: Path) -> None:
-    names = [store.new_content() for _ in range(3)]
-    kept_ids = [store.reserve("a", file_id, 400, max_bytes=1000) for file_id, _ in names]
-    assert kept_ids == [True, True, False]
-    assert store.reserve("b", names[2][0], 400, max_bytes=1000), "another owner's are not counted"
-    assert store.usage("a") == (2, 800)
-    store.drop_content(*names[0])
-    assert store.usage("a") == (1, 400)
-    batch = begun(store)
-    before = store.usage(OWNER.name)[1]
-    store.finish_line(batch.id, 1, b"x" * 500, ok=True)
-    store.finish_line(batch.id, 1, b"y" * 900, ok=True)
-    assert store.usage(OWNER.name)[1] == before + 500
+def test_uploads_under_way_and_lines_count_as_their_owners_bytes(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "kept", max_bytes=10_000)
+    uploads = [store.begin_upload(owner) for owner in ("a", "a", "b")]
+    names = [begun for begun in uploads if begun is not None]
+    assert [store.reserve(file_id, 6_000) for file_id, _ in names] == [True, False, True]
+    assert store.usage("a") == (2, 6_000), "another owner's are not counted"
+    for each in names:
+        store.drop_content(*each)
+    assert store.usage("a") == (0, 0)
+    batch = begun(store, 3)
+    charged = store.usage(OWNER.name)[1]
+    assert store.finish_line(batch, line_of(1), b"x" * 2_000, ok=True)
+    assert store.finish_line(batch, line_of(1), b"y" * 3_000, ok=True), "the first one stays"
+    used = store.usage(OWNER.name)[1]
+    assert charged < used < charged + 2_000
+    assert not store.finish_line(batch, line_of(2), b"x" * 9_000, ok=True)
+    assert store.finish_line(batch, line_of(2), b"refused", ok=False)
+    assert store.usage(OWNER.name)[1] == used, "a refusal was charged from the beginning"
     again = killed(tmp_path / "kept", tmp_path / "again")
-    assert again.usage(OWNER.name)[1] == before + 500
+    assert again.usage(OWNER.name)[1] == used
     again.close()
     store.end_lines(batch.id, "completed")
-    ended = store.finalize(batch.id, unfinished, used)
+    ended = store.finalize(batch.id, unfinished, lambda _: BatchUsage())
     assert ended is not None
-    sizes = [store.content(each).stat().st_size for each in (ended.output_file, ended.error_file) if each]
-    assert store.usage(OWNER.name)[1] == before + sum(sizes)
+    files = [store.content(each).stat().st_size for each in (ended.output_file, ended.error_file) if each]
+    assert store.usage(OWNER.name) == (3, 1 + sum(files))
+    store.close()
+
+
+def test_a_batch_whose_refusals_alone_would_be_too_many_bytes_adds_no_line(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path, max_bytes=10_000)
+    batch = begun(store, 3)
+    before = store.usage(OWNER.name)
+    with pytest.raises(NoRoom):
+        store.add_lines(batch, [line_of(n) for n in range(10, 40)])
+    assert store.usage(OWNER.name) == before
+    assert len(store.open_lines(batch.id, after=0, limit=99)) == 3
+    store.close()
+
+
+@pytest.mark.parametrize("custom_id", ["a", "\x01" * 512, "\U0001f600" * 512], ids=["short", "escaped", "wide"])
+def test_every_refusal_has_the_room_that_is_kept_for_it(store: BatchStore, custom_id: str) -> None:
+    store.max_bytes = 1 << 16
+    line = Line(number=50_000, custom_id=custom_id, offset=0, size=1)
+    batch = begun(store, 0)
+    assert store.add_lines(batch, [line]) == []
+    store.max_bytes = store.usage(OWNER.name)[1]
+    for error in (runner._NO_ROOM, runner._TOO_LARGE, runner._EXPIRED, runner._CANCELLED):
+        assert store.finish_line(batch, line, runner._result(batch.id, line, error=error), ok=False)
+        store._db.execute("UPDATE lines SET ok = NULL, result = NULL")
+
+
+def test_files_and_ended_batches_are_bounded_by_number(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire_server.batches.store.MAX_ENDED", 2)
+    monkeypatch.setattr("quire_server.batches.store.MAX_FILES", 4)
+    running = begun(store)
+    ids = []
+    for number in range(4):
+        batch = begun(store, created_at=store.now() + number)
+        ids.append(batch.id)
+        store.end_lines(batch.id, "completed")
+        store.finalize(batch.id, unfinished, used)
+    begun(store, created_at=store.now() + 9)
+    listed = [each.id for each in store.batches(OWNER.name, after=None, limit=99)]
+    assert listed[1:] == [*reversed(ids[2:]), running.id], "the oldest that have ended are forgotten"
+    assert store.begin_upload(OWNER.name) is None
+    first, second = store.begin_upload("b"), store.begin_upload("b")
+    assert first is not None
+    assert second is not None
+    assert store.usage("b") == (2, 0), "an upload counts before its first byte"
+    for each in (first, second):
+        store.drop_content(*each)
 
 
 def test_the_database_shrinks_when_a_batch_has_ended(store: BatchStore, tmp_path: Path) -> None:
     batch = begun(store)
     file = tmp_path / "kept" / "batches.sqlite"
-    store.finish_line(batch.id, 1, bytes(4 << 20), ok=True)
+    store.finish_line(batch, line_of(1), bytes(4 << 20), ok=True)
     store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     large = file.stat().st_size
     assert large > 4 << 20
