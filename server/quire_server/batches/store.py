@@ -429,7 +429,9 @@ class BatchStore:
 
     def shrink(self) -> None:
         """Give some of the database's unused pages back to the system: those of lines whose batches have ended."""
-        self._db.executescript(f"PRAGMA incremental_vacuum({_GIVEN_BACK})")  # `execute` frees one page
+        if next(self._db.execute("PRAGMA freelist_count"))[0]:
+            self._db.executescript(f"PRAGMA incremental_vacuum({_GIVEN_BACK})")  # `execute` frees one page
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()  # before this the file is as long as it was
 
     def _enter(self, batch: Batch, status: Status) -> Batch:
         """Store the batch in another state."""
