@@ -256,3 +256,32 @@ def test_the_tenant_with_long_outputs_gets_what_is_left(attacked: dict[bool, His
     assert attacked[True].total("fill") > 0.8 * attacked[False].total("fill")
     times = [at for at, who, amount in attacked[True].service if who == "fill" and amount]
     assert max(later - earlier for earlier, later in pairwise(times)) < 1.0
+
+
+# ---- cached prefixes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_running", [2, 0])
+def test_of_its_share_of_the_cache_a_tenant_loses_only_what_requests_that_run_hold(max_running: int) -> None:
+    """A third of the pool is cached for the victim, within its half; unique prompts flood it before it returns.
+
+    Its own request evicts nothing of its own. With few running at once it loses nothing, without a limit the rest.
+    """
+    run = fair_run(num_blocks=48, block_size=4, max_num_seqs=16)
+    victim = dataclasses.replace(of("v", "0", 65, 1), prompt_token_ids=tuple(range(1000, 1065)), cache_salt="v\0")
+    run.add(victim)
+    run.to_end()
+    most = 0
+    for number in range(12):
+        prompt = tuple(range(2000 + 100 * number, 2000 + 100 * number + 36))
+        asked = of("a", str(number), 36, 8)
+        run.add(dataclasses.replace(asked, prompt_token_ids=prompt, max_running=max_running, cache_salt="a\0"))
+    while run.scheduler._roster.live:
+        run.one_step()
+        most = max(most, sum(each.num_held_blocks for each in run.scheduler._roster.running))
+    before = run.scheduler.stats().total_prefix_hit_tokens
+    run.add(dataclasses.replace(victim, request_id="v-1"))
+    run.to_end()
+    kept = run.scheduler.stats().total_prefix_hit_tokens - before
+    assert kept >= 4 * min(16, 48 - most)
+    assert (kept == 64) == bool(max_running), f"{kept} tokens, beside {most} of 48 blocks that ran"
