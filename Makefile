@@ -103,9 +103,10 @@ model-sweep: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m sweep $(ARGS)
 
 HOSTILE_ROWS ?= many-prompts many-texts many-strings stopped-tokenizer killed-template killed-spare \
-  pipelined-garbage planted-modules planted-adapters early-signals stored-flood paused-14-1 paused-25-2
+  pipelined-garbage planted-modules planted-adapters early-signals stored-flood paused-14-1 paused-25-2 \
+  wrong-batches file-quota foreign-pages keep-alive strict-values silent-strangers odd-frames
 
-# What hostile clients send, one by one, and what everybody else has of the server meanwhile: nine minutes.
+# What hostile clients send, one by one, and what everybody else has of the server meanwhile: twelve minutes.
 hostile: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m hostile $(ARGS)
 	PYTHONPATH=tests $(BIN)/python -m hostile.rows $(HOSTILE_ROWS)

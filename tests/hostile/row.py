@@ -21,3 +21,4 @@ class Row:
     act: Callable[[Served], Awaitable[str]]  # what happened, with its figures
     flags: tuple[str, ...] = ()  # of `quire serve`
     limits: str = ""  # of `Served`
+    has_folder: bool = False  # the server runs in an empty folder, which is deleted

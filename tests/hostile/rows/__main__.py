@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -30,7 +31,10 @@ def main(names: Sequence[str]) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     broken = 0
     for row in [known[name] for name in names] or known.values():
-        with Served(*row.flags, limits=row.limits) as server:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Served(*row.flags, limits=row.limits, cwd=Path(folder) if row.has_folder else None) as server,
+        ):
             try:
                 happened = asyncio.run(row.act(server))
             except AssertionError as error:
