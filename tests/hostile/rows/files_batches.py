@@ -25,7 +25,7 @@ from support.batches import ENDED, begin, content_of, line, lines_of, upload
 BATCH_DIR = ("--batch-dir", "kept")
 WRONG, WRONG_LINES, LINES, MOST_SECONDS = 95, 20_000, 300, 120.0
 QUOTA, UPLOADS, UPLOAD_BYTES = 2 << 20, 15, 5 << 18
-LONG_LINES, REFUSED_LINES = 120, 4_000
+LONG_LINES, REFUSED_LINES = 60, 4_000
 SMALL_DATABASE = 1 << 20  # bytes, of one without lines
 _FOREIGN = (
     {"origin": "https://evil.example"},
