@@ -7,7 +7,7 @@ ARGS ?=
 JOBS ?= 2
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
-.PHONY: help serve test kernel-test kernel-matrix schema-test draft-test test-e2e client-test image-test gpu-test gpu-bench kernel-sim \
+.PHONY: help serve test kernel-test kernel-matrix schema-test draft-test test-e2e client-test image-test gpu-test gpu-bench gpu-first gpu-wheels kernel-sim \
   wheel wheel-test release \
   schedule-test property-test kill-test model-matrix emulated-test damage-test format-test token-test model-sweep hostile replica-test rank-test batch-test models-test ray-test real-models real-test real-bench soak api-fuzz audit lock sbom check format bench headline \
   clean
@@ -37,6 +37,8 @@ HELP := \
   "kernel-sim     the GPU's kernels without a GPU; half an hour" \
   "gpu-test       what needs a GPU; installs nothing" \
   "gpu-bench      what a GPU's kernels and steps reach" \
+  "gpu-first      what a GPU is to show first, in ten minutes; ARGS=--dry-run without one" \
+  "gpu-wheels     what a machine with a GPU lacks of our dependencies, as wheels to carry there" \
   "hostile        hostile clients, and what others have meanwhile; nine minutes" \
   "replica-test   streams on replicas and nodes that are killed, held against one engine; what routing finds cached" \
   "batch-test     10,000 lines of a batch over two kills of the server, held against direct requests" \
@@ -253,7 +255,18 @@ draft-test: $(VENV)/.dev
 # Under nine minutes each.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu-test:
-	$(GPU_PYTHON) tests/support/gpu_run.py
+	PYTHONPATH=tests $(GPU_PYTHON) -m support.gpu_run
+
+# What a GPU is to show first, in ten minutes at most, each part with its own limit; a second run takes up what is missing.
+# ARGS="--dry-run" does without a GPU, ARGS=--plan prints the parts.
+gpu-first:
+	PYTHONPATH=server:engine:kernels:benchmarks:tests $(GPU_PYTHON) -m gpu_first $(ARGS)
+
+# What such a machine usually lacks of our dependencies, as wheels that travel to it: 20 MB in build/gpu-wheels.
+GPU_MACHINE ?= --python-version 3.12 --platform manylinux2014_x86_64 \
+  $(foreach glibc,17 24 26 27 28 31 34,--platform manylinux_2_$(glibc)_x86_64)
+gpu-wheels: $(VENV)/.serve
+	$(BIN)/python release/locked.py download build/gpu-wheels gpu-machine -- --no-deps $(GPU_MACHINE)
 
 gpu-bench:
 	PYTHONPATH=server:engine:kernels:benchmarks $(GPU_PYTHON) -m gpu $(ARGS)

@@ -90,8 +90,15 @@ def install(project: Path, lock: Path, groups: Sequence[str], arguments: Sequenc
 
 def download(project: Path, lock: Path, folder: Path, groups: Sequence[str], arguments: Sequence[str]) -> int:
     """Put the wheels that `install` takes in an empty environment into a folder; pip's exit code. Raises NotLocked."""
-    command = ("download", "--dest", str(folder), "--only-binary", ":all:")
-    return _by_hashes(project, lock, groups, arguments, command=command, planning=("--ignore-installed",))
+    binary = ("--only-binary", ":all:")
+    planning = (
+        "--ignore-installed",
+        "--target",
+        str(folder),
+        *binary,
+    )  # pip plans for another machine in a folder only
+    command = ("download", "--dest", str(folder), *binary)
+    return _by_hashes(project, lock, groups, arguments, command=command, planning=planning)
 
 
 def _by_hashes(

@@ -10,14 +10,15 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-import signal
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from support.children import Children
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("numpy", "pytest", "safetensors", "tokenizers", "torch", "transformers", "triton")
@@ -77,32 +78,27 @@ def jobs() -> list[Job]:
 
 def run(work: Sequence[Job], *, seconds: float, at_once: int) -> list[Outcome]:
     """All of it, in the order given; a line each as it ends."""
-    deadline = time.monotonic() + seconds
+    deadline, children = time.monotonic() + seconds, Children()
     with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(lambda job: _run(job, deadline), work))
+        return list(pool.map(lambda job: _run(job, deadline, children), work))
 
 
-def _run(job: Job, deadline: float) -> Outcome:
+def _run(job: Job, deadline: float, children: Children) -> Outcome:
     started = time.monotonic()
     if started >= deadline:
         return _told(Outcome(job=job, code=None, seconds=0.0, output="not begun"))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=3", *job.arguments],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | dict(job.environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=deadline - started)
-        code: int | None = process.returncode
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        code = None
-    return _told(Outcome(job=job, code=code, seconds=time.monotonic() - started, output=output))
+    with tempfile.TemporaryDirectory(prefix="gpu-test-", ignore_cleanup_errors=True) as folder:
+        output = Path(folder, "output")
+        ended = children.run(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=3", *job.arguments],
+            seconds=deadline - started,
+            cwd=ROOT,
+            environment={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+            | dict(job.environment),
+            output=output,
+        )
+        text = output.read_text(encoding="utf-8", errors="replace")
+    return _told(Outcome(job=job, code=ended.code, seconds=ended.seconds, output=text))
 
 
 def _told(outcome: Outcome) -> Outcome:
@@ -134,13 +130,15 @@ def describe() -> str:
     return f"{properties.name}, compute capability {properties.major}.{properties.minor}; {versions}"
 
 
-def main() -> int:
-    """0: all passed, 1: something did not, 2: nothing can be tested here."""
+def main(argv: Sequence[str] = ()) -> int:
+    """0: all passed, 1: something did not, 2: nothing can be tested here. `--describe` prints the device alone."""
     reason = why_not()
     if reason is not None:
         print(f"gpu-test: {reason}", file=sys.stderr)
         return 2
     print(describe(), flush=True)
+    if "--describe" in argv:
+        return 0
     at_once = min(MOST_AT_ONCE, len(os.sched_getaffinity(0)))
     outcomes = run(jobs(), seconds=SECONDS, at_once=at_once)
     bad = [outcome for outcome in outcomes if outcome.code != 0]
@@ -151,4 +149,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

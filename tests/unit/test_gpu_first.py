@@ -1,0 +1,138 @@
+"""`make gpu-first` goes on whatever becomes of a job, ends each by its limit, and takes up what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpu_first import __main__ as gpu_first
+from gpu_first import jobs
+from gpu_first.jobs import Job, Part
+from gpu_first.results import CRASHED, FAILED, HUNG, NO_TIME, NOT_HERE, PASSED, Results, passed_somewhere, recorded
+from gpu_first.running import Run
+from support import gpu_run
+from support.children import Children
+
+LONG = 600.0  # far beyond every limit here
+HANG = f"import time; time.sleep({LONG})"
+
+
+def _job(name: str, body: str, *, seconds: float = LONG, needs: tuple[str, ...] = ()) -> Job:
+    return Job(name=name, command=("-c", body), seconds=seconds, needs=needs)
+
+
+def _part(*work: Job, letter: str = "a", seconds: float = LONG) -> Part:
+    return Part(letter=letter, title="work", seconds=seconds, jobs=work)
+
+
+def _results(folder: Path, device: str = "a GPU") -> Results:
+    return Results(folder, device=device, sources="1234")
+
+
+def _run(results: Results, *parts: Part, seconds: float = LONG, again: bool = False) -> list[str]:
+    told: list[str] = []
+    Run(results, seconds=seconds, children=Children(), tell=told.append).all(parts, again=again)
+    return told
+
+
+def test_every_end_of_a_job_is_a_result_and_the_next_one_runs(tmp_path):
+    work = {
+        PASSED: _job("good", "print('all right')"),
+        FAILED: _job("bad", "print('two differ'); raise SystemExit(3)"),
+        CRASHED: _job("dead", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
+        HUNG: _job("stuck", HANG, seconds=1.0),
+        NOT_HERE: _job("lacking", "", needs=("no_such_module",)),
+    }
+    part, last = _part(*work.values()), _part(_job("last", "print('still here')"), letter="b")
+    results = _results(tmp_path)
+    _run(results, part, last)
+    assert {outcome: results.of(job).outcome for outcome, job in work.items()} == {each: each for each in work}
+    lines = list(results.table([part, last]))
+    assert [line.split()[0] for line in lines[1:-1] if line.startswith("    ")] == [
+        *(j.name for j in work.values()),
+        "last",
+    ]
+    for said in ("all right", "two differ", "SIGSEGV", "no no_such_module", "still here"):
+        assert any(said in line for line in lines), said
+    assert lines[-1] == "2 passed, 1 FAILED, 1 CRASHED, 1 HUNG, 1 not here"
+
+
+def test_each_part_is_ended_at_its_limit_and_the_table_is_whole(tmp_path):
+    parts = [_part(*(_job(f"{letter}{i}", HANG) for i in range(2)), letter=letter, seconds=1.2) for letter in "abc"]
+    results = _results(tmp_path)
+    started = time.monotonic()
+    _run(results, *parts, seconds=4.0)
+    assert time.monotonic() - started < 100
+    found = list(results.table(parts))
+    assert [line.split()[0] for line in found[:-1]] == ["(a)", "a0", "a1", "(b)", "b0", "b1", "(c)", "c0", "c1"]
+    assert found[-1] == f"6 {NO_TIME}"
+
+
+def test_a_second_run_takes_up_what_is_missing_and_again_what_did_not_pass(tmp_path):
+    count = "import pathlib; p = pathlib.Path({!r}); p.write_text(p.read_text() + 'x' if p.exists() else 'x')"
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    wait = f"time.sleep(0 if pathlib.Path({str(tmp_path / 'now')!r}).exists() else {LONG})"
+    work = _part(_job("good", count.format(str(good))), _job("bad", count.format(str(bad)) + "; raise SystemExit(1)"))
+    late = _job("late", f"import pathlib, time; {wait}")
+    _run(_results(tmp_path / "results"), work, _part(late, letter="b", seconds=1.2))
+    assert _results(tmp_path / "results").of(late).outcome == NO_TIME
+    (tmp_path / "now").touch()
+    both = (work, _part(late, letter="b"))
+    _run(results := _results(tmp_path / "results"), *both)
+    assert results.of(late).outcome == PASSED
+    assert (good.read_text(), bad.read_text()) == ("x", "x")
+    _run(results, *both, again=True)
+    assert (good.read_text(), bad.read_text()) == ("x", "xx")
+    assert [results.passed(part) for part in both] == [False, True]
+    assert _results(tmp_path / "results", "another GPU").is_missing(late)
+
+
+def test_a_job_s_own_numbers_are_kept_and_the_end_of_what_failed(tmp_path):
+    write = "import json, sys; json.dump({'ms': 3}, open(sys.argv[1], 'w')); print('why'); raise SystemExit(1)"
+    part = _part(Job(name="bench", command=("-c", write, jobs.FACTS), seconds=LONG))
+    _run(_results(tmp_path), part)
+    (kept,) = json.loads((tmp_path / "gpu-first.json").read_text())["results"]
+    assert (kept["facts"], kept["output"], kept["device"], kept["sources"]) == ({"ms": 3}, "why\n", "a GPU", "1234")
+
+
+def test_what_a_killed_job_started_in_a_session_of_its_own_is_killed_too(tmp_path):
+    pid = tmp_path / "pid"
+    child = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep({LONG})"
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], start_new_session=True)"
+    children, output = Children(), tmp_path / "output"
+    command = [sys.executable, "-c", start]
+    seconds = 1.0
+    while not pid.exists() or not pid.read_text():  # a slow machine starts the two later
+        seconds *= 2
+        ended = children.run(command, seconds=seconds, cwd=tmp_path, environment=os.environ, output=output)
+        assert ended.code is None
+    status = Path(f"/proc/{pid.read_text()}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize("device", [jobs.CUDA, jobs.SIMULATED])
+def test_the_plan_has_all_parts_in_ten_minutes_and_every_test_file(device):
+    parts = jobs.parts(device, passed_somewhere(recorded()))
+    assert "".join(part.letter for part in parts) == "abcdefghij"
+    assert sum(part.seconds for part in parts) <= gpu_first.SECONDS < 600
+    names = [job.name for part in parts for job in part.jobs]
+    assert len(names) == len(set(names))
+    assert {job.name for job in parts[1].jobs} == {job.name for job in gpu_run.jobs()}
+    assert all(job.seconds <= part.seconds for part in parts for job in part.jobs)
+
+
+def test_files_that_ran_on_a_gpu_come_after_those_that_did_not():
+    seen = {job.name for job in gpu_run.jobs()[::2]}
+    order = [job.name in seen for job in jobs.parts(jobs.CUDA, seen)[1].jobs]
+    assert order == sorted(order)
+
+
+def test_without_a_gpu_it_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gpu_first, "device_name", lambda: ("", "torch finds no usable GPU"))
+    assert gpu_first.main(["--results", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "gpu-first: torch finds no usable GPU\n"
