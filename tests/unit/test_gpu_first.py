@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpu_first import __main__ as gpu_first
-from gpu_first import jobs
+from gpu_first import capabilities, jobs
 from gpu_first.jobs import Job, Part
 from gpu_first.results import CRASHED, FAILED, HUNG, NO_TIME, NOT_HERE, PASSED, Results, passed_somewhere, recorded
 from gpu_first.running import Run
@@ -136,3 +136,24 @@ def test_without_a_gpu_it_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gpu_first, "device_name", lambda: ("", "torch finds no usable GPU"))
     assert gpu_first.main(["--results", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "gpu-first: torch finds no usable GPU\n"
+
+
+def test_the_documents_say_of_each_capability_when_it_ran():
+    text = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    rows = text.partition("| capability | ran, as it was then |\n| --- | --- |\n")[2].partition("\n\n")[0].splitlines()
+    assert rows == capabilities.table(recorded())
+    known = {job.name for part in jobs.parts(jobs.CUDA) for job in part.jobs}
+    assert {job for needed in capabilities.CAPABILITIES.values() for job in needed} <= known
+    assert {result.job for result in recorded()} <= known
+
+
+def test_a_capability_has_run_where_all_of_its_jobs_passed_on_one_device(tmp_path):
+    part = _part(_job("one", ""), _job("two", ""))
+    for device, outcome in (("A, 1", "pass"), ("B, 2", "raise SystemExit(1)")):
+        results = _results(tmp_path / device, device)
+        _run(results, _part(_job("one", ""), _job("two", outcome)))
+        found = [results.of(job) for job in part.jobs]
+        ran = capabilities.shown(["one", "two"], found)
+        assert ran == (f"{found[0].started[:10]}, A" if outcome == "pass" else capabilities.NOT_RUN)
+    assert capabilities.shown(["one"], found) != capabilities.NOT_RUN
+    assert capabilities.shown([], found) == capabilities.NOT_RUN
