@@ -23,6 +23,7 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from quire_server.answering.deep_check import DeepCheck
+from quire_server.background import begin
 from quire_server.dialects.chat import routes as chat
 from quire_server.dialects.completions import routes as completions
 from quire_server.dialects.image_placeholder import image_placeholder
@@ -162,7 +163,7 @@ async def _lifespan(app: FastAPI, state: ServerState, collectors: Collectors) ->
     await asyncio.to_thread(state.metrics.energy.begin)  # of one model alone: the counters are the machine's
     seconds = asyncio.create_task(tell_seconds(state.metrics, app.state.feed, others), name="seconds")
     usage = asyncio.create_task(state.metrics.usage.keep(), name="usage")
-    memory = asyncio.create_task(MemoryReturn(state.metrics.memory_given_back).run(), name="memory")
+    memory = begin(MemoryReturn(state.metrics.memory_given_back).run, "memory")
     state.tasks = [watch, seconds, usage]  # not `memory`, without which the server works
     if state.catalog is not None:
         state.tasks.append(asyncio.create_task(state.catalog.models.run(), name="models"))

@@ -15,12 +15,14 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp
 
 from quire_engine.memory_plan import plan_text
 from quire_engine.quality_store import quality_text
+from quire_server.background import begin
 from quire_server.engine.engines import Engines
 from quire_server.errors import BadRequest
 from quire_server.http import listener
@@ -80,7 +82,7 @@ async def serve(settings: Settings, engines: Engines | SeveralEngines, starting:
             if others is not None and not isinstance(engines, SeveralEngines):
                 others.open(state, engines)
             stats = [
-                asyncio.create_task(log_throughput(each.metrics, settings.log_stats_interval, name), name="stats")
+                begin(partial(log_throughput, each.metrics, settings.log_stats_interval, name), "stats")
                 for each in state.every
                 for name in ("" if state.catalog is None else each.model_names[0],)
             ]

@@ -163,6 +163,9 @@ class Fetcher:
                 return
         except (Closed, Refused, ConfigError, OSError, ValueError) as error:  # a name that is none is a ValueError
             why = getattr(error, "strerror", None) or str(error)
+        except Exception as error:  # a bug: the requests that wait for these blocks compute them
+            _log.exception("fetching KV blocks of the engine at %s has failed", peer.address)
+            why = type(error).__name__
         with self._changed:
             peer.link = None
             if why:

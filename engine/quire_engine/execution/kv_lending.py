@@ -117,13 +117,26 @@ class Lender:
                 _log.warning("no connection for KV blocks can be accepted: %s", error.strerror or error)
                 time.sleep(0.2)
                 continue
-            if not self.layout or len(self._links) >= MOST_LINKS:
+            try:
+                self._let_in(connection, host)
+            except Exception:  # such as no more threads
+                _log.exception("a connection for KV blocks from %s was refused", host)
                 connection.close()
-                continue
-            link = self._link(connection)
+
+    def _let_in(self, connection: socket.socket, host: str) -> None:
+        if not self.layout or len(self._links) >= MOST_LINKS:
+            connection.close()
+            return
+        link = self._link(connection)
+        thread = threading.Thread(target=self._serve, args=(link, host), name="kv lender", daemon=True)
+        with self._guard:
+            self._links.add(link)
+        try:
+            thread.start()
+        except RuntimeError:
             with self._guard:
-                self._links.add(link)
-            threading.Thread(target=self._serve, args=(link, host), name="kv lender", daemon=True).start()
+                self._links.discard(link)
+            raise
 
     def _serve(self, link: KVLink, host: str) -> None:
         """One connection, from the handshake to its end."""
@@ -136,6 +149,8 @@ class Lender:
             _log.log(
                 logging.DEBUG if is_end else logging.WARNING, "an engine at %s that fetches KV blocks: %s", host, end
             )
+        except Exception:
+            _log.exception("lending KV blocks to an engine at %s has failed", host)
         finally:
             for lent in fetches.values():
                 self._unlease(link, lent)

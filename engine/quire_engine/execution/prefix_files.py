@@ -240,6 +240,14 @@ class PrefixFiles:
             self._files.remove(key)
         return True
 
+    def _read_file(self, key: bytes) -> bytes | None:
+        """The block of a file; None where it cannot be read, for whatever reason: a request waits for the answer."""
+        try:
+            return self._files.read(key)
+        except Exception:
+            _log.exception("%s: the file of KV block %s cannot be read", self._files.folder, key.hex()[:16])
+            return None
+
     def _read_all(self) -> None:
         while True:
             with self._changed:
@@ -249,7 +257,7 @@ class PrefixFiles:
                 keys = self._reads[0]
                 key = keys[0]
             started = time.perf_counter()
-            payload = self._files.read(key)
+            payload = self._read_file(key)
             seconds = time.perf_counter() - started
             if payload is None:
                 self.remove([key])

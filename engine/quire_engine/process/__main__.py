@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +25,8 @@ from quire_engine.process.transport import Frame, FrameDecoder, LoadProgress, St
 if TYPE_CHECKING:
     from quire_engine.build import BuiltEngine
     from quire_engine.process.loop import EngineLoop
+
+_THREAD_FAILED = 70  # exit code
 
 
 def _receive_start(connection: socket.socket, decoder: FrameDecoder) -> tuple[list[Frame], int | None, int | None]:
@@ -47,6 +50,7 @@ def main(fd: int, parent_pid: int) -> None:
     leave_signals_to_parent()
     # SIGUSR1 from the supervisor's watchdog: print the stacks of a hung process before it is killed.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    threading.excepthook = _end_with_thread
     die_with_parent(parent_pid)
     connection = socket.socket(fileno=fd)
     decoder = FrameDecoder()
@@ -91,6 +95,19 @@ def main(fd: int, parent_pid: int) -> None:
     loop.send(built.plan)
     _run(loop, early, built)
     built.close()
+
+
+def _end_with_thread(args: threading.ExceptHookArgs) -> None:
+    """End the process where a thread of it has failed: without that thread requests would wait for ever, and the
+    parent replaces a process that has ended.
+    """
+    if args.exc_value is None or issubclass(args.exc_type, SystemExit):
+        return
+    name = "a thread" if args.thread is None else args.thread.name
+    print(f"{name} ended unexpectedly, and the engine process with it", file=sys.stderr)
+    traceback.print_exception(args.exc_value)
+    sys.stderr.flush()
+    os._exit(_THREAD_FAILED)
 
 
 def _freeze() -> None:

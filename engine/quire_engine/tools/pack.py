@@ -47,7 +47,7 @@ def answers(questions: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for asked in questions:
         replies: SimpleQueue[dict[str, Any] | Exception] = SimpleQueue()
         # Packing runs in a thread, so that progress is reported meanwhile.
-        Thread(target=_work, args=(engine_config(asked), replies), daemon=True).start()
+        Thread(target=_work, args=(engine_config(asked), replies), name="pack", daemon=True).start()
         while True:
             reply = replies.get()
             if isinstance(reply, Exception):

@@ -91,7 +91,7 @@ def compile_library(
         def build(source: Path, target: Path) -> None:
             _run([compiler.path, *flags, "-c", str(source), "-o", str(target)], timeout)
 
-        with ThreadPoolExecutor(max_workers=max(1, min(jobs, len(sources)))) as pool:
+        with ThreadPoolExecutor(max(1, min(jobs, len(sources))), "compiler") as pool:
             builds = [pool.submit(build, source, target) for source, target in zip(sources, objects, strict=True)]
             try:
                 for num_done, built in enumerate(as_completed(builds), start=1):

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from starlette.types import ASGIApp
 
@@ -21,6 +22,7 @@ from quire_engine.types import StepOutput
 from quire_server.api_servers.frames import KnownKeys, MainState, Start
 from quire_server.api_servers.process import ApiServerProcess
 from quire_server.api_servers.session import Session
+from quire_server.background import begin
 from quire_server.engine.engines import Engines
 from quire_server.http.credentials import Credentials
 from quire_server.settings import ServerLimits, Settings
@@ -56,9 +58,10 @@ class ApiServers:
         self._certificates = 0
         self._is_ending = False
         self._asked: set[asyncio.Task[None]] = set()
-        self._tasks = [asyncio.create_task(self._keep(number), name=f"api-server-{number}") for number in
-                       range(len(self._sockets))]  # fmt: skip
-        self._tasks.append(asyncio.create_task(self._watch(), name="api-servers-watch"))
+        self._tasks = [
+            begin(partial(self._keep, number), f"api-server-{number}") for number in range(len(self._sockets))
+        ]
+        self._tasks.append(begin(self._watch, "api-servers-watch"))
         self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property

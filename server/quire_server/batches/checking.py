@@ -91,6 +91,8 @@ class InputChecks:
         check = next(iter(self._owners[owner].values()))
         try:
             is_read = await self._read_on(check)
+            if is_read:
+                await self._end(check)
         except (OSError, sqlite3.Error) as error:
             log.error("%s is checked again in %g s: %s", check.batch.id, TROUBLE_SECONDS, error)
             self._forget(check.batch)  # the next round of the runner adds it again
@@ -98,11 +100,11 @@ class InputChecks:
         except Exception:
             log.exception("the input of %s cannot be checked", check.batch.id)
             check.found.add("server_error", "the server could not check the file")
-            is_read = True
+            self._forget(check.batch)
+            await self._end(check)
+            return False
         if is_read:
             self._forget(check.batch)
-            if check.is_wanted:
-                await self._end(check)
         return False
 
     async def _read_on(self, check: _Check) -> bool:
@@ -129,6 +131,8 @@ class InputChecks:
 
     async def _end(self, check: _Check) -> None:
         store, batch, found = self._store, check.batch, check.found
+        if not check.is_wanted:
+            return
         if found.problems:
             await store.run(store.fail, batch.id, found.problems)
             log.info("%s failed: %s", batch.id, found.problems[0].message)

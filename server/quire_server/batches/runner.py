@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from quire_server.background import begin
 from quire_server.batches.checking import TROUBLE_SECONDS, InputChecks
 from quire_server.batches.input import request_of
 from quire_server.batches.records import Batch, Line, Owner, Status
@@ -98,7 +99,7 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Run until cancelled. A failure is logged, and tried again."""
-        checking = asyncio.create_task(self._checks.run(), name="batch-checks")
+        checking = begin(self._checks.run, "batch-checks")
         try:
             while True:
                 self._changed.clear()  # before the round, which may end lines that it has looked at already

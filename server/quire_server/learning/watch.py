@@ -16,6 +16,7 @@ import msgspec
 
 from quire_engine.errors import QuireError
 from quire_engine.types import PACE
+from quire_server.background import begin
 from quire_server.learning.exercises import Progress
 
 LOOK_SECONDS = 0.1  # between two questions
@@ -68,7 +69,7 @@ class Watch:
         queue: asyncio.Queue[bytes] = asyncio.Queue(_MOST_QUEUED)
         self._viewers.append(queue)
         if self._task is None:
-            self._task = asyncio.create_task(self._look_on(), name="learn-watch")
+            self._task = begin(self._look_on, "learn-watch")
         elif self._latest:
             queue.put_nowait(msgspec.json.encode({**self._latest, "steps": list(self._past), "is_past": True}))
         try:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from threading import Condition, Thread
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from quire_engine.errors import ConfigError
@@ -27,6 +27,7 @@ _STDERR = 2
 _LAST_WORDS_SECONDS = 0.5  # time for the last lines of child processes
 _LEVELLED = ("quire", "asyncio")
 
+T = TypeVar("T")
 log = logging.getLogger("quire")
 
 
@@ -75,7 +76,10 @@ class Output:
         self._writer.close(FLUSH_SECONDS)
 
     def _pass_on(self, text: str) -> None:
-        self._put(logging.INFO, "quire.engine", text)
+        try:
+            self._put(logging.INFO, "quire.engine", text)
+        except Exception:  # the thread goes on: child processes would wait for ever for a full pipe
+            self._writer.count_lost(text.count("\n") + 1)
 
     def _put(self, level: int, logger: str, text: str) -> None:
         if self._form == "json":
@@ -207,17 +211,23 @@ class LineWriter:
 
     def _run(self) -> None:
         while batch := self._take():
-            data = b"".join(batch)
-            is_written = self._write(data)
+            is_written = self._try_to_write(b"".join, batch)
             with self._changed:
-                self._held -= len(data)
+                self._held -= sum(map(len, batch))
                 if not is_written:
                     self._lose(len(batch))
                     continue
                 untold, self._untold = self._untold, 0
-            if untold and not self._write(self._tell_lost(untold)):
+            if untold and not self._try_to_write(self._tell_lost, untold):
                 with self._changed:
                     self._untold += untold
+
+    def _try_to_write(self, make: Callable[[T], bytes], what: T) -> bool:
+        """Write what `make` makes of `what`. False for any failure: this thread is the only one that could log it."""
+        try:
+            return self._write(make(what))
+        except Exception:
+            return False
 
     def _take(self) -> list[bytes]:
         """The next lines to write; empty when the queue is empty and closed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ _MAX_KEPT = 256  # masks whose ids are remembered
 _MAX_IDS = 8  # of a vocabulary at least one in so many is listed, or the table is used
 _LONGEST_PAUSE = 0.05  # seconds for which a step may compile a grammar again
 _Key: TypeAlias = tuple[str, str]  # a grammar's text and scope
+_log = logging.getLogger(__name__)
 Mask: TypeAlias = NDArray[np.int32]  # bit i is id i, for every id of the vocabulary
 
 
@@ -137,12 +139,16 @@ class Grammars:
 
     def _compile(self, text: str, scope: str) -> LLMatcher | GrammarError:
         found: LLMatcher | GrammarError
-        self.warm_up()
         began = time.thread_time()
         try:
+            self.warm_up()
+            began = time.thread_time()
             found = self._new(text)
         except GrammarError as error:
             found = error
+        except BaseException as error:  # the thread goes on with other grammars, and the waiting request must end
+            _log.exception("a grammar could not be compiled")
+            found = GrammarError(f"the grammar cannot be compiled ({type(error).__name__})")
         with self._changed:
             self._compiled[text, scope] = found
             self._compiled.move_to_end((text, scope))

@@ -142,7 +142,7 @@ def _by_pieces(convert: Callable[[slice], None], made: Tensor, threads: int) -> 
         with torch.inference_mode(made.is_inference()):  # which is a thread's own
             convert(slice(start, min(start + step, len(made))))
 
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(threads, "weights") as pool:
         for _ in pool.map(one, range(0, len(made), step)):
             pass
 

@@ -626,7 +626,7 @@ class CheckpointSource:
             with torch.inference_mode(into.is_inference()):  # which is a thread's own
                 pair[0].copy_(pair[1])
 
-        with ThreadPoolExecutor(self._threads) as pool:
+        with ThreadPoolExecutor(self._threads, "weights") as pool:
             for _ in pool.map(copy, pieces):
                 pass
 

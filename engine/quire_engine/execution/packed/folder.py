@@ -184,7 +184,7 @@ def _copy(handle: int, mapping: MappedFile, header: Header, *, checksum: Checksu
             raise Refused(f"the bytes from {begin} to {end} are damaged")
         progress.add(size)
 
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(threads, "weights") as pool:
         try:
             for _ in pool.map(read, header.sections(), header.checksums):
                 pass
@@ -253,6 +253,8 @@ class FileWriter:
         except (NoRoom, OSError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             say(f"the packed weights are not kept in {self._folder.path}: {reason}; the next start packs them again")
+        except Exception as error:
+            say(f"the packed weights are not kept in {self._folder.path}: {error!r}; the next start packs them again")
         finally:
             os.close(self._fd)
 

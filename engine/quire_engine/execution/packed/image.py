@@ -103,7 +103,7 @@ class ImageWriter:
         header = replace(self._header, num_bytes=_whole_pages(self._used))
         if checksum is not None:
             start = self._mapping.bytes.data_ptr()
-            with ThreadPoolExecutor(threads) as pool:
+            with ThreadPoolExecutor(threads, "weights") as pool:
                 sums = pool.map(lambda part: checksum(start + part[0], part[1] - part[0]), header.sections())
                 header = replace(header, checksums=tuple(sums))
         self._mapping.close()

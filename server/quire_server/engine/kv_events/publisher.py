@@ -90,6 +90,8 @@ class Publisher:
             self._thread.join(_JOIN_SECONDS)
 
     def _put(self, entry: _Entry) -> None:
+        if not self._thread.is_alive():  # it has failed: nobody would take the entry
+            return
         self._queue.append(entry)
         with suppress(BlockingIOError):  # woken already
             self._waker.send(b"\0")
@@ -123,6 +125,7 @@ class Publisher:
                     self._answer(self._replay)
         except Exception:  # a bug: the server goes on without events
             log.exception("KV events are published no more")
+            self._queue.clear()
         finally:
             self._context.destroy(linger=_LINGER_MS)
             self._woken.close()

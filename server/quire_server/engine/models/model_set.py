@@ -361,7 +361,7 @@ class ModelSet:
                 self._changed.set()
                 self._moved.set()
 
-        engine.move = asyncio.create_task(move(), name=f"model-{kind}")
+        engine.move = asyncio.create_task(move(), name=f"model {kind}")
         return engine.move
 
     async def _any_move_ends(self) -> None:

@@ -15,6 +15,7 @@ import socket
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 
 from quire_engine.config import EnginePlan
@@ -24,6 +25,7 @@ from quire_engine.link_security import LinkSecurity
 from quire_engine.own_pauses import OwnPauses
 from quire_engine.routing.index import MOST_BLOCKS
 from quire_engine.types import NAME_MODEL, EngineStats, GenerationRequest, StepOutput, TokenOutput
+from quire_server.background import begin
 from quire_server.engine.nodes.addresses import Address, resolve
 from quire_server.engine.nodes.checks import wrong_in
 from quire_server.engine.nodes.frames import FROM_FRONT, FROM_NODE, NodeState
@@ -91,8 +93,8 @@ class Node:
         self._security.check_reach(f"--listen {address}", (each.host for each in found))
         for each in found:
             self._sockets.append(_bound(each))
-        self._tasks = [asyncio.create_task(self._accept(each), name="node-accept") for each in self._sockets]
-        self._tasks.append(asyncio.create_task(self._watch(), name="node-watch"))
+        self._tasks = [begin(partial(self._accept, each), "node-accept") for each in self._sockets]
+        self._tasks.append(begin(self._watch, "node-watch"))
         return [Address(*each.getsockname()[:2]) for each in self._sockets]
 
     def started(self, plan: EnginePlan) -> None:

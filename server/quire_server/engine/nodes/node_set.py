@@ -16,6 +16,7 @@ from quire_engine.config import EnginePlan
 from quire_engine.errors import EngineDead
 from quire_engine.link_security import LinkSecurity
 from quire_engine.types import EngineStats
+from quire_server.background import begin
 from quire_server.engine.nodes.addresses import Source, members
 from quire_server.engine.nodes.frames import NodeState
 from quire_server.engine.nodes.remote_engine import RemoteEngine
@@ -64,7 +65,7 @@ class NodeSet(ReplicaSet):
     async def start(self) -> EnginePlan:
         """Wait until a node is ready; returns the plan that requests are held against."""
         await self._refresh()
-        self._watching = asyncio.create_task(self._watch(), name="nodes")
+        self._watching = begin(self._watch, "nodes")
         await asyncio.wait([self._first])
         deadline = self._clock() + _OTHERS_SECONDS
         while self._clock() < deadline and any(each.is_coming for each in self._nodes.values()):  # noqa: ASYNC110

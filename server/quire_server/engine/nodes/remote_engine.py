@@ -23,6 +23,7 @@ from quire_engine.link_security import LinkSecurity
 from quire_engine.own_pauses import OwnPauses
 from quire_engine.process.transport import Abort, Control, Hold, Inspect, Inspected, LoadProgress, Release
 from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
+from quire_server.background import begin
 from quire_server.engine.connection import MOST_QUESTIONS, TooManyQuestions
 from quire_server.engine.nodes.addresses import Address
 from quire_server.engine.nodes.connecting import connect, why_unconnected
@@ -90,7 +91,7 @@ class RemoteEngine:
 
     def begin(self) -> None:
         """Connect, and do so again whenever the connection is lost."""
-        self._task = asyncio.create_task(self._run(), name=f"node {self.address}")
+        self._task = begin(self._run, f"node {self.address}")
 
     async def stop(self) -> None:
         """End the connection; unfinished requests end with an error. Idempotent."""
@@ -157,8 +158,10 @@ class RemoteEngine:
                 self._trouble(why_unconnected(error, CONNECT_SECONDS))
             else:
                 since = time.monotonic()
-                await self._follow(link)
-                self._lose(link)
+                try:
+                    await self._follow(link)
+                finally:
+                    self._lose(link)
                 if time.monotonic() > since + _LONGEST_BACKOFF:
                     backoff = 0.0
             self._attempts += 1

@@ -338,3 +338,19 @@ def test_a_large_grammar_is_not_compiled_again_within_a_step(folder, monkeypatch
     lengths = [len(written(constraints, sequence_id=other, most=40)) for other in range(2, 30)]
     assert min(lengths) < 40
     assert lengths[-1] > 0, "who begins has a lexer that is not used up"
+
+
+def test_a_failure_of_any_kind_ends_one_grammar_and_not_the_thread(tmp_path: Path, monkeypatch) -> None:
+    """Else requests with grammars would wait for ever in an engine that is well otherwise."""
+    store = Grammars(tmp_path, 8)
+
+    def fail() -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(store, "warm_up", fail)
+    for text in ('start: "a"', 'start: "b"'):
+        deadline = time.monotonic() + 60
+        while not store.prepare(text, ""):
+            assert time.monotonic() < deadline
+            store.wait(0.01)
+        assert store.error(text) == "the grammar cannot be compiled (RuntimeError)"

@@ -286,3 +286,17 @@ def test_engines_of_one_server_have_a_folder_each_and_other_servers_are_refused(
     first.written(1)
     second.written(2)
     assert len(files_of(tmp_path)) == 3
+
+
+def test_a_read_that_fails_in_any_way_is_a_block_that_is_not_there(run, monkeypatch):
+    kept = run()
+    kept.keep(1, 2)
+    kept.written(2)
+
+    def fail(_files: BlockFiles, _key: bytes) -> bytes:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockFiles, "read", fail)
+        assert kept.read(1) == [None]
+    assert kept.read(2) == [2]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
 
-from quire_server.batches import checking
+from quire_server import background
+from quire_server.batches import checking, runner
 from quire_server.batches.records import INPUT, Batch, Owner, StoredFile, new_batch_id
 from quire_server.batches.runner import Answer, BatchRunner, Server
 from quire_server.batches.store import BatchStore
@@ -107,6 +109,36 @@ async def test_a_batch_that_was_checked_is_not_checked_again(tmp_path: Path) -> 
         assert found is not None
         assert (found.status, found.total) == ("in_progress", 3)
         assert len(await store.run(lambda: store.open_lines(batch_id, after=0, limit=9))) == 3
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        store.close()
+
+
+@pytest.mark.parametrize("error", [sqlite3.OperationalError("database or disk is full"), RuntimeError("planted")])
+async def test_a_check_whose_end_cannot_be_kept_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Else no input of anybody would be checked until the next start."""
+    for module in (checking, runner, background):
+        monkeypatch.setattr(module, "PAUSE_SECONDS" if module is background else "TROUBLE_SECONDS", 0.01)
+    store = BatchStore(tmp_path)
+    batches = [added(store, "one", num_lines=2), added(store, "two", num_lines=2)]
+    begin, errors = store.begin, [error]
+
+    def full_at_first(batch_id: str, *, model: str | None) -> None:
+        if errors:
+            raise errors.pop()
+        begin(batch_id, model=model)
+
+    monkeypatch.setattr(store, "begin", full_at_first)
+    running = asyncio.create_task(runner_of(store).run())
+    try:
+        async with asyncio.timeout(60):
+            while {(await store.run(store.batch, each)).status for each in batches} - {"completed", "failed"}:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        statuses = [(await store.run(store.batch, each)).status for each in batches]
+        assert sorted(statuses) == (["completed"] * 2 if isinstance(error, sqlite3.Error) else ["completed", "failed"])
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
