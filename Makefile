@@ -9,7 +9,7 @@ CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
 .PHONY: help serve test kernel-test kernel-matrix schema-test draft-test test-e2e client-test image-test gpu-test gpu-bench gpu-first gpu-wheels kernel-sim \
   wheel wheel-test release \
-  schedule-test property-test kill-test model-matrix emulated-test damage-test format-test token-test model-sweep hostile replica-test rank-test batch-test models-test ray-test real-models real-test real-bench soak api-fuzz audit lock sbom check format bench headline \
+  schedule-test property-test kill-test model-matrix emulated-test damage-test format-test token-test model-sweep hostile worker-walk replica-test rank-test batch-test models-test ray-test real-models real-test real-bench soak api-fuzz audit lock sbom check format bench headline \
   clean
 
 HELP := \
@@ -40,6 +40,7 @@ HELP := \
   "gpu-first      what a GPU is to show first, in ten minutes; ARGS=--dry-run without one" \
   "gpu-wheels     what a machine with a GPU lacks of our dependencies, as wheels to carry there" \
   "hostile        hostile clients, and what others have meanwhile; nine minutes" \
+  "worker-walk    every process, thread and task killed, stopped, failing, slow, without disk; twenty minutes" \
   "replica-test   streams on replicas and nodes that are killed, held against one engine; what routing finds cached" \
   "batch-test     10,000 lines of a batch over two kills of the server, held against direct requests" \
   "models-test    three models through a budget for two, under mixed clients and kills; twenty minutes" \
@@ -112,6 +113,10 @@ HOSTILE_ROWS ?= many-prompts many-texts many-strings stopped-tokenizer killed-te
 hostile: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m hostile $(ARGS)
 	PYTHONPATH=tests $(BIN)/python -m hostile.rows $(HOSTILE_ROWS)
+
+# The table of workers in docs/operations.md: each is killed, stopped, raises, is slow and meets a full disk; twenty minutes.
+worker-walk: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m walk $(ARGS)
 
 # A thousand mixed streams on two replicas under ten kills, 600 on two nodes that are killed, stopped, cut off and
 # replaced, and 1,200 with long prompts that one node computes for another, all as with one engine.

@@ -12,10 +12,12 @@ import pytest
 
 from architecture.source import ROOT, modules, tree
 from support.workers import known, workers
+from walk.trials import FAULTS, RECORD, Trial
 
 PRODUCT = tuple(name for name in modules() if not name.startswith("quire_bench"))
 THREADS = {"Thread", "ThreadPoolExecutor", "LoadThread"}
 TASKS = {"create_task", "begin"}
+DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 PROCESSES = {"Popen", "create_subprocess_exec"}
 # Where processes are started, and which.
 STARTS = {
@@ -29,10 +31,12 @@ STARTS = {
 }
 # Names that no call has as a literal: libraries' own, and those that a variable has.
 BY_LIBRARIES = {
-    ("thread", "AnyIO worker thread"),
-    ("thread", "asyncio"),
-    ("thread", "OtelBatchSpanRecordProcessor"),
-} | {("thread", "OtelPeriodicExportingMetricReader")}
+    ("thread", name)
+    for name in (
+        *("AnyIO worker thread", "asyncio", "uvloop"),
+        *("OtelBatchSpanRecordProcessor", "OtelPeriodicExportingMetricReader"),
+    )
+}
 OTHERWISE = {("thread", "kv writer"), ("thread", "kv reader")}  # of a loop over both
 NAMELESS = {"quire_engine.execution.load_thread", "quire_engine.execution.prefix_files"}  # whose name is a variable
 
@@ -106,6 +110,24 @@ def test_no_row_is_left_over():
             row = known(kind, name or "")
             real |= set() if row is None else {(row.kind, row.name)}
     assert {(each.kind, each.name) for each in workers()} == real | BY_LIBRARIES | OTHERWISE
+
+
+def test_the_walk_asks_each_part_the_same_questions():
+    """`make worker-walk` tries each fault on each part, or says why that cannot be."""
+    assert set(RECORD) == {(each.kind, each.name) for each in workers()}
+    for part, tried in RECORD.items():
+        assert set(tried) == set(FAULTS), part
+        assert all(isinstance(each, Trial) or len(each) > 10 for each in tried.values()), part
+
+
+def test_what_the_walk_plants_is_in_the_source():
+    """Else the fault would be tried on a function that there is not, which only the long run would tell."""
+    for tried in RECORD.values():
+        for each in (trial for trial in tried.values() if isinstance(trial, Trial)):
+            for planted in each.plants:
+                module, _, path = planted["target"].partition(":")
+                names = {node.name for node in ast.walk(tree(module)) if isinstance(node, DEFINITIONS)}
+                assert set(path.split(".")) <= names, planted["target"]
 
 
 def test_each_row_tells_all():

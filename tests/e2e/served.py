@@ -36,10 +36,14 @@ class Served:
         limits: str = "",
         cwd: Path | None = None,
         start_seconds: float = START_SECONDS,
+        program: tuple[str, ...] = (),
     ) -> None:
+        """`program`: what runs instead of `quire serve`, with the same arguments."""
         self._args, self._cwd, self._start_seconds = args, cwd, start_seconds
         # -P, as for the `quire` that is installed: nothing in the working directory is imported.
-        self._program = (str(LIMITED), limits) if limits else ("-P", "-m", "quire_server.cli", "serve")
+        self._program = program or ("-P", "-m", "quire_server.cli", "serve")
+        if limits:
+            self._program = (str(LIMITED), limits)
         self._env = env or {}
         self.url = ""
         self.ready_seconds = 0.0
