@@ -27,9 +27,10 @@ class Sample:
     rss: int  # bytes
     fds: int
     threads: int
+    store: int = 0  # bytes of the server's own files
 
 
-def look(process: psutil.Process, at: float, *, without: Iterable[int] = ()) -> Sample:
+def look(process: psutil.Process, at: float, *, without: Iterable[int] = (), store: int = 0) -> Sample:
     """All of it that is alive; a child that ends meanwhile counts for what was seen of it."""
     apart = set(without)
     rss = fds = threads = 0
@@ -42,7 +43,7 @@ def look(process: psutil.Process, at: float, *, without: Iterable[int] = ()) -> 
                 fds += each.num_fds()
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    return Sample(at=at, rss=rss, fds=fds, threads=threads)
+    return Sample(at=at, rss=rss, fds=fds, threads=threads, store=store)
 
 
 def slope(samples: Sequence[tuple[float, float]]) -> float:
@@ -104,6 +105,8 @@ def judge(samples: Sequence[Sample], times: Sequence[tuple[float, float]], *, wa
     grows = slope([(sample.at, sample.rss) for sample in warm])
     if grows > SLOPE_BYTES:
         yield f"memory grows by {grows / (1 << 20):.2f} MiB a minute"
+    if (stored := slope([(sample.at, sample.store) for sample in warm])) > SLOPE_BYTES:
+        yield f"the server's files grow by {stored / (1 << 20):.2f} MiB a minute"
     for name in ("fds", "threads"):
         more = left([getattr(each, name) for each in warm[:quarter]], [getattr(each, name) for each in warm[-quarter:]])
         if more > HANDLES:

@@ -1,7 +1,8 @@
-"""Mixed traffic for a long time: `make soak`, `make soak ARGS="--minutes 5"`. Memory, handles, times, answers.
+"""Mixed traffic for a long time: `make soak`, `make soak ARGS="--minutes 5"`. Memory, handles, files, times, answers.
 
-Promises: exit code 1 where memory, file descriptors, threads or times grow, an answer changes, a server error comes
-that nobody asked for, or something is left at the end. Must not know: how each is found.
+All guests at once: two models, of which one has an adapter and guesses tokens, batches, Ollama's API. Promises: exit
+code 1 where memory, descriptors, threads, files or times grow, an answer changes, a server error comes that nobody
+asked for, or something is left at the end; four curves are printed with their slopes. Must not know: how each is found.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import random
 import statistics
 import sys
+import tempfile
 import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Values
+from pathlib import Path
 
 import httpx
 import psutil
@@ -26,7 +30,9 @@ from hostile.__main__ import facts_of
 from hostile.corpus import values
 from hostile.corpus.facts import KEY
 from hostile.detectors import SLOPE_BYTES, Answered, Sample, judge, look, slope, unexplained
-from hostile.traffic import Traffic
+from hostile.traffic import ADAPTER, MODEL, OTHER_MODEL, Traffic
+from quire_engine.demo import demo_model_path
+from support.adapters import write_adapter
 
 CLIENTS = 6
 LOOK_EVERY = 5.0  # seconds
@@ -37,16 +43,24 @@ PARDON = 15.0  # seconds after a kill in which a 503 that says when to come back
 ENGINE_WARM_UP = 0.2  # of the run, in which an engine's logs fill up to their limits
 MOST_FAULTS = 40
 # What fills up to a limit, the pool and the step log, is made small: it is full soon, and what grows later is a leak.
-FLAGS = ("--max-num-seqs", "8", "--max-num-queued-reqs", "32", "--kv-memory", "32MiB")
+FLAGS = ("--max-num-seqs", "8", "--max-num-queued-reqs", "32", "--kv-memory", "32MiB", "--enable-lora")
 LIMITS = "step_log=256"
 _MIB = 1 << 20
+CURVES = (
+    ("memory, MiB", "rss", _MIB),
+    ("descriptors", "fds", 1),
+    ("threads", "threads", 1),
+    ("files, KiB", "store", 1024),
+)
 
 
 class Soak:
     """One run against one server."""
 
-    def __init__(self, server: Served, *, minutes: float, kill_every: float, warm_up: float) -> None:
-        self._server = server
+    def __init__(self, server: Served, store: Path, *, minutes: float, kill_every: float, warm_up: float) -> None:
+        """`store`: the folder of the server's files."""
+        self._server, self._store = server, store
+        self._dice = random.Random(47)
         self._seconds = minutes * 60
         self._kill_every = kill_every * 60
         self._warm_up = warm_up * 60
@@ -100,20 +114,28 @@ class Soak:
 
     async def _look(self, clock: Callable[[], float]) -> None:
         while clock() < self._seconds:
-            engine = await asyncio.to_thread(self._server.engine)
-            self.samples.append(look(self._process, clock(), without=[engine.pid]))
+            engines = await asyncio.to_thread(self._engines)
+            apart, store = [each.pid for each in engines], await asyncio.to_thread(_bytes_in, self._store)
+            self.samples.append(look(self._process, clock(), without=apart, store=store))
             self.pace.append((clock(), await asyncio.to_thread(_fixed_work)))
-            with contextlib.suppress(psutil.NoSuchProcess):  # killed a moment ago
-                self.engine.setdefault(engine.pid, []).append(look(engine, clock()))
+            for engine in engines:
+                with contextlib.suppress(psutil.NoSuchProcess):  # killed a moment ago
+                    self.engine.setdefault(engine.pid, []).append(look(engine, clock()))
             await asyncio.sleep(LOOK_EVERY)
 
     async def _kill(self, clock: Callable[[], float]) -> None:
         # None is killed in the second half: what an engine's logs hold takes minutes to reach its limit.
         while self._kill_every and clock() + self._kill_every < self._seconds / 2:
             await asyncio.sleep(self._kill_every)
-            engine = await asyncio.to_thread(self._server.engine)
+            engines = await asyncio.to_thread(self._engines)
             self.kills.append(clock())
-            engine.kill()
+            self._dice.choice(engines).kill()
+
+    def _engines(self) -> list[psutil.Process]:
+        """The engines of both models, without the spare process."""
+        headers = {"Authorization": f"Bearer {KEY}-admin"}
+        told = httpx.get(self._server.url + "/admin/models", headers=headers, timeout=30).json()["models"]
+        return [psutil.Process(each["pid"]) for each in told if each["pid"] and psutil.pid_exists(each["pid"])]
 
     async def _say(self, clock: Callable[[], float]) -> None:
         while clock() < self._seconds:
@@ -169,14 +191,42 @@ class Soak:
             [
                 f"{len(self.answers)} requests: {dict(counts)}",
                 f"statuses: {dict(sorted(statuses.items()))} (499: left by its client)",
-                f"memory {warm[0].rss / _MIB:.0f} -> {warm[-1].rss / _MIB:.0f} MiB,"
-                f" {slope([(each.at, each.rss) for each in warm]) / _MIB:+.3f} MiB a minute",
-                f"descriptors {warm[0].fds} -> {warm[-1].fds}, threads {warm[0].threads} -> {warm[-1].threads}",
+                *(_curve(name, warm, field, scale) for name, field, scale in CURVES),
                 f"median answer {_ends(timed)} ms, by the host's pace {_ends(paced)} ms;"
                 f" a fixed computation {_ends(work)} ms",
                 f"engine killed {len(self.kills)} times",
             ]
         )
+
+
+def _curve(name: str, samples: Values[Sample], field: str, scale: float) -> str:
+    """A dozen points over the time after the warm-up, and the slope for an hour."""
+    taken = [(each.at, getattr(each, field) / scale) for each in samples]
+    points = " ".join(f"{value:.1f}".removesuffix(".0") for _, value in taken[:: max(1, len(taken) // 12)])
+    return f"{name:<16}{points}  {60 * slope(taken):+.2f} an hour"
+
+
+def _bytes_in(folder: Path) -> int:
+    """What all files below take."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            total += path.stat().st_size
+    return total
+
+
+def _two_models(folder: Path) -> tuple[str, ...]:
+    """Flags of a server with all guests, whose files are in the folder."""
+    adapter = write_adapter(folder / "adapter", demo_model_path())
+    models = folder / "models.yaml"
+    models.write_text(
+        "models:\n"
+        f"- {{model: quire-demo, served_model_name: [{MODEL}], pinned: true, speculation: suffix,"
+        f" lora_modules: [{ADAPTER}={adapter}]}}\n"
+        f"- {{model: quire-demo, served_model_name: [{OTHER_MODEL}], pinned: true, quantization: int8}}\n"
+    )
+    (folder / "store").mkdir()
+    return "--models", str(models), "--batch-dir", str(folder / "store")
 
 
 def _ends(values: Values[float]) -> str:
@@ -200,8 +250,12 @@ def main() -> int:
     parser.add_argument("--warm-up", type=float, help="minutes that do not count; default: a quarter, at most five")
     wanted = parser.parse_args()
     warm_up = wanted.warm_up if wanted.warm_up is not None else min(5.0, wanted.minutes / 4)
-    with Served(*FLAGS, "--api-key", KEY, limits=LIMITS) as server:
-        soak = Soak(server, minutes=wanted.minutes, kill_every=wanted.kill_every, warm_up=warm_up)
+    keys = ("--api-key", KEY, "--admin-api-key", f"{KEY}-admin")
+    with (
+        tempfile.TemporaryDirectory(prefix="soak-") as name,
+        Served(*FLAGS, *keys, *_two_models(Path(name)), limits=LIMITS, start_seconds=240) as server,
+    ):
+        soak = Soak(server, Path(name) / "store", minutes=wanted.minutes, kill_every=wanted.kill_every, warm_up=warm_up)
         faults = asyncio.run(soak.run())
         print(soak.figures())
     for fault in faults:

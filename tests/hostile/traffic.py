@@ -12,6 +12,7 @@ import contextlib
 import json
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
@@ -21,6 +22,9 @@ from hostile.case import Case, exchange
 from hostile.detectors import Answered
 
 SEEDS = 24  # different requests of each kind, so that answers can be compared
+MODEL, OTHER_MODEL, ADAPTER = "first", "other", "adapted"  # names that the server has
+BATCH_LINES = 4
+_ENDED = {"completed", "failed", "expired", "cancelled"}
 SLOW_BYTES = 64
 SLOW_PAUSE = 0.05  # seconds
 SLOW_READS = 40
@@ -34,11 +38,15 @@ _TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": _
 
 # Shares of a hundred requests.
 MIX = {
-    "stream": 40,
-    "whole": 24,
-    "tools": 7,
-    "schema": 6,
-    "embedding": 6,
+    "stream": 32,
+    "whole": 16,
+    "tools": 6,
+    "schema": 5,
+    "embedding": 5,
+    "adapter": 6,
+    "other model": 6,
+    "ollama": 6,
+    "batch": 1,
     "abort": 10,
     "bad": 5,
     "slow": 2,
@@ -60,6 +68,10 @@ class Traffic:
             "tools": self._tools,
             "schema": self._schema,
             "embedding": self._embedding,
+            "adapter": partial(self._named, ADAPTER),
+            "other model": partial(self._named, OTHER_MODEL),
+            "ollama": self._ollama,
+            "batch": self._batch,
         }
 
     async def one(self) -> Answered:
@@ -110,6 +122,49 @@ class Traffic:
     async def _embedding(self, number: int) -> tuple[int, object, bool]:
         body = {"input": [f"text {number}", "another"]}
         return await self._post("/v1/embeddings", body, lambda value: json.dumps(value["data"]))
+
+    async def _named(self, model: str, number: int) -> tuple[int, object, bool]:
+        """As `_whole`, of an adapter or another model."""
+        body = _completion(number) | {"model": model}
+        return await self._post("/v1/completions", body, lambda value: value["choices"][0]["text"])
+
+    async def _ollama(self, number: int) -> tuple[int, object, bool]:
+        options = {"temperature": 0, "num_predict": 8 + number, "seed": number}
+        body = {"model": MODEL, "prompt": f"Number {number} is", "stream": False, "options": options}
+        return await self._post("/api/generate", body, lambda value: value["response"])
+
+    async def _batch(self, number: int) -> tuple[int, object, bool]:
+        """A file of a few requests, its answers by their ids, and nothing that is left of it."""
+        lines = [
+            {"custom_id": f"{i}", "method": "POST", "url": "/v1/completions", "body": _completion(number + i)}
+            for i in range(BATCH_LINES)
+        ]
+        content = "\n".join(map(json.dumps, lines)).encode()
+        file = await self._http.post("/v1/files", files={"file": ("in", content)}, data={"purpose": "batch"})
+        if file.status_code != 200:
+            return file.status_code, None, "retry-after" in file.headers
+        asked = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        reply = await self._http.post("/v1/batches", json=asked)
+        while reply.status_code == 200 and reply.json()["status"] not in _ENDED:
+            await asyncio.sleep(0.5)
+            reply = await self._http.get(f"/v1/batches/{reply.json()['id']}")
+        if reply.status_code != 200:
+            return reply.status_code, None, "retry-after" in reply.headers
+        return 200, await self._answers(reply.json()), False
+
+    async def _answers(self, batch: dict[str, Any]) -> object:
+        """Each line's text, or its error; the files are deleted."""
+        said: dict[str, object] = {"status": batch["status"]}
+        for key in ("output_file_id", "error_file_id"):
+            if batch.get(key):
+                content = (await self._http.get(f"/v1/files/{batch[key]}/content")).text
+                for line in map(json.loads, content.splitlines()):
+                    body = (line["response"] or {}).get("body", {})
+                    said[line["custom_id"]] = body["choices"][0]["text"] if "choices" in body else line["error"] or body
+        for key in ("input_file_id", "output_file_id", "error_file_id"):
+            if batch.get(key):
+                await self._http.delete(f"/v1/files/{batch[key]}")
+        return said
 
     async def _abort(self, number: int) -> Answered:
         """Some leave before the answer begins, some in the middle, streamed and not."""

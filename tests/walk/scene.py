@@ -29,6 +29,7 @@ PROMPTS = tuple(f"Part {number} of the machine is" for number in range(3))
 PATIENCE = 120.0
 START_SECONDS = 240.0
 _NAMES_SECONDS = 10.0
+HUGE = "word " * 60_000  # encoded by a process
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 
 

@@ -18,12 +18,11 @@ from typing import Any
 import httpx
 import psutil
 
-from walk.scene import SCHEMA, Scene, chat
+from walk.scene import HUGE, SCHEMA, Scene, chat
 
 FAULTS = ("kill", "stop", "exception", "slow", "full disk")
 MAIN, ENGINE, RANK = "quire_server.cli", "quire_engine.process", "quire_engine.process.rank"
 LONG = "word " * 3000  # encoded in a thread
-HUGE = "word " * 60_000  # and by a process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
