@@ -144,9 +144,9 @@ def kills() -> list[bool]:
     with three_models(*RESTARTS, turn=1.0) as server:
         expected = asyncio.run(expected_of(server, STREAMS))
         kept = []
-        for phase in PHASES:
+        for number, phase in enumerate(PHASES, 1):
             wrong = asyncio.run(run_phase(server, phase, expected))
-            kept.append(told(f"kill -9: {phase}", [], wrong, holds=not wrong))
+            kept.append(told(f"kill -9, phase {number} of {len(PHASES)}: {phase}", [], wrong, holds=not wrong))
         print([(each["model"], each["state"], each["why"]) for each in rows(server)])
         return kept
 
