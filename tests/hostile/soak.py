@@ -128,14 +128,16 @@ class Soak:
         while self._kill_every and clock() + self._kill_every < self._seconds / 2:
             await asyncio.sleep(self._kill_every)
             engines = await asyncio.to_thread(self._engines)
-            self.kills.append(clock())
-            self._dice.choice(engines).kill()
+            if engines:
+                self.kills.append(clock())
+                self._dice.choice(engines).kill()
 
     def _engines(self) -> list[psutil.Process]:
-        """The engines of both models, without the spare process."""
+        """The engines that serve, without a spare process or one that loads: a kill of those is no restart."""
         headers = {"Authorization": f"Bearer {KEY}-admin"}
         told = httpx.get(self._server.url + "/admin/models", headers=headers, timeout=30).json()["models"]
-        return [psutil.Process(each["pid"]) for each in told if each["pid"] and psutil.pid_exists(each["pid"])]
+        serving = [each["pid"] for each in told if each["state"] == "loaded"]
+        return [psutil.Process(pid) for pid in serving if psutil.pid_exists(pid)]
 
     async def _say(self, clock: Callable[[], float]) -> None:
         while clock() < self._seconds:
