@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -18,6 +18,7 @@ from typing_extensions import TypedDict  # pydantic documents only this one befo
 MESSAGE_BYTES = 1024
 _LONGEST_QUEUE_WAIT = 120.0  # seconds; SDKs do not retry at all above this
 _LONGEST_UNREADINESS = 30.0  # seconds; a restart takes less, and a drained server is replaced
+_MOST_NAMES = 6  # of served models, in a message
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 
 
@@ -127,13 +128,16 @@ class RouteNotFound(ClientError):
 
 
 class ModelNotFound(ClientError):
-    """404: the name is not one this server answers to."""
+    """404: the name is not one this server answers to; the message has those that it lists."""
 
     status = 404
     default_code = "model_not_found"
 
-    def __init__(self, model: str) -> None:
-        super().__init__(f"The model '{model[:96]}' does not exist.", param="model")
+    def __init__(self, model: str, served: Sequence[str] = ()) -> None:
+        shown = ", ".join(f"'{name[:96]}'" for name in served[:_MOST_NAMES])
+        more = f" and {len(served) - _MOST_NAMES} more, see /v1/models" if len(served) > _MOST_NAMES else ""
+        known = f" This server has {shown}{more}." if served else ""
+        super().__init__(f"The model '{model[:96]}' does not exist.{known}", param="model")
 
 
 class ResponseNotFound(ClientError):

@@ -21,6 +21,7 @@ from quire_engine.config import EnginePlan
 from quire_engine.errors import EngineDead, ModelLoadError
 from quire_engine.quality_store import stored_quality
 from quire_engine.types import AdapterFacts, EnginePort, EngineStats, StepOutput
+from quire_server.checkpoint.locate import other_names
 from quire_server.engine.adapters import AdapterFiles, ServedAdapters
 from quire_server.engine.admission import QueueLimits, TenantGate, TtftGate
 from quire_server.engine.engine_client import EngineClient
@@ -96,7 +97,11 @@ class Catalog:
         """The state of the model that a request names; None and an empty name ask for the default. None: unknown."""
         if not name:
             return self.states[0]
-        return next((state for state in self.states if state.has_name(name)), None)
+        listed = next((state for state in self.states if state.lists(name)), None)
+        if listed is not None:
+            return listed
+        called = [state for state in self.states if state.has_name(name)]
+        return called[0] if len(called) == 1 else None  # several may be called alike, such as types of one repository
 
     def use(self, state: ServerState) -> None:
         """A request has chosen the model. Raises NotReady where its engine cannot be started for now."""
@@ -111,7 +116,7 @@ class Catalog:
 
     def _is_others(self, state: ServerState, name: str) -> bool:
         """Whether a name is of another model than this one."""
-        return any(other.has_name(name) for other in self.states if other is not state)
+        return any(other.lists(name) for other in self.states if other is not state)
 
     def is_full(self, *underway: int) -> bool:
         """Whether no model's queue has a place for a request that comes now."""
@@ -129,9 +134,10 @@ class ServerState:
     prompts: ChatTemplate | None  # None: the model has no chat template
     client: EngineClient
     metrics: Metrics
-    model_names: tuple[str, ...]  # the first is the one that replies report
+    model_names: tuple[str, ...]  # those that are listed; the first is the one that replies report
     pooling: PoolingMethod  # the pooling method for embeddings
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)  # of requests, as the model has them
+    other_names: tuple[str, ...] = ()  # of the model, which requests may use and no list has
     scoring: ScoringMethod = COSINE  # how pairs of texts are scored
     tenants: Tenants = field(default_factory=Tenants)
     formats: ModelFormats = PLAIN  # the model's formats of reasoning and tool calls
@@ -250,9 +256,18 @@ class ServerState:
             return ShuttingDown()
         return NotReady("The server is draining: it takes no new requests.", code="draining", close=True)
 
-    def has_name(self, name: str) -> bool:
-        """Whether it is a name of this model or of one of its adapters."""
+    @property
+    def listed_names(self) -> tuple[str, ...]:
+        """The names of this model and its adapters that lists of models have."""
+        return (*self.model_names, *self.adapters)
+
+    def lists(self, name: str) -> bool:
+        """Whether it is a listed name of this model or of one of its adapters."""
         return name in self.model_names or name in self.adapters
+
+    def has_name(self, name: str) -> bool:
+        """Whether requests by this name may be for this model or one of its adapters."""
+        return self.lists(name) or name in self.other_names
 
     def find(self, name: str | None) -> ServerState | None:
         """The state of the model that a request names; None and an empty name ask for the default. None: unknown."""
@@ -279,10 +294,15 @@ def choose(request: Request, name: str | None) -> ServerState:
     state = state_of(request)
     found = state.find(name)
     if found is None:
-        raise ModelNotFound(name or "")
+        raise not_found(state, name or "")
     if found is not state:
         request.scope["state"][_CHOSEN] = found
     return found
+
+
+def not_found(state: ServerState, name: str) -> ModelNotFound:
+    """The error for a name that no model of the server has; it lists those that there are."""
+    return ModelNotFound(name, [known for each in state.every for known in each.listed_names])
 
 
 async def choose_by_query(
@@ -338,6 +358,7 @@ async def build_state(
         tenants=tenants,
         metrics=metrics,
         model_names=settings.model_names,
+        other_names=other_names(settings),
         formats=text.formats,
         named_formats=text.named_formats,
         defaults=text.defaults,
@@ -366,7 +387,12 @@ async def check_model(settings: Settings, plan: EnginePlan) -> None:
         text.close()
     files, config = AdapterFiles(), settings.engine_config()
     await files.read_ahead([(config, module.path) for module in settings.lora_modules])
-    await _load_adapters(settings, ServedAdapters(taken=settings.model_names, read=partial(files.read, config)))
+    await _load_adapters(settings, ServedAdapters(taken=_own_names(settings), read=partial(files.read, config)))
+
+
+def _own_names(settings: Settings) -> tuple[str, ...]:
+    """All names of the model, which no adapter may have."""
+    return (*settings.model_names, *other_names(settings))
 
 
 async def build_catalog(
@@ -451,7 +477,7 @@ async def _adapters(
 ) -> ServedAdapters:
     """The adapters of the settings, loaded. Raises ModelLoadError."""
     control = engines.control if settings.enable_lora else None
-    return await _load_adapters(settings, ServedAdapters(control, taken=settings.model_names, read=read))
+    return await _load_adapters(settings, ServedAdapters(control, taken=_own_names(settings), read=read))
 
 
 async def _load_adapters(settings: Settings, adapters: ServedAdapters) -> ServedAdapters:

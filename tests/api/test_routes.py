@@ -29,12 +29,15 @@ async def test_models_are_listed_in_order() -> None:
         assert (await client.get("/v1/models/second")).json()["root"] == "org/first"
 
 
-async def test_a_path_is_a_name_like_any_other() -> None:
-    state = make_state(model_names=("tiny", "/models/tiny"))
+async def test_what_the_model_was_given_as_is_taken_and_not_listed() -> None:
+    state = make_state(model_names=("tiny",))
+    state.other_names = ("/models/tiny",)
     async with connect(make_app(state)) as client:
-        listed = (await client.get("/v1/models")).json()["data"]
-        assert [(model["id"], model["root"]) for model in listed] == [("tiny", "tiny"), ("/models/tiny", "tiny")]
-        assert (await client.get("/v1/models//models/tiny")).json() == listed[1]
+        (listed,) = (await client.get("/v1/models")).json()["data"]
+        assert (listed["id"], listed["root"]) == ("tiny", "tiny")
+        assert [each["name"] for each in (await client.get("/api/tags")).json()["models"]] == ["tiny"]
+        same = {"id": "/models/tiny", "display_name": "/models/tiny"}
+        assert (await client.get("/v1/models//models/tiny")).json() == listed | same
         body = {"model": "/models/tiny", "max_tokens": 1}
         chat = body | {"messages": [{"role": "user", "content": "a"}]}
         for path, asked in (
@@ -55,6 +58,23 @@ async def test_an_unknown_model_is_404(name: str) -> None:
     assert reply.status_code == 404
     assert reply.json()["error"]["code"] in {"model_not_found", "not_found"}
     assert len(reply.content) < 1000
+
+
+async def test_the_error_for_an_unknown_model_lists_those_that_there_are() -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "model": "gpt-4o"}
+    for names, known in (
+        (("first",), "This server has 'first'."),
+        (tuple("abcdefgh"), "This server has 'a', 'b', 'c', 'd', 'e', 'f' and 2 more, see /v1/models."),
+    ):
+        async with connect(make_app(model_names=names)) as client:
+            for path in ("/v1/chat/completions", "/v1/messages", "/api/chat"):
+                reply = await client.post(path, json=body | {"max_tokens": 1})
+                assert reply.status_code == 404
+                error = reply.json()["error"]
+                assert (error if isinstance(error, str) else error["message"]) == (
+                    f"The model 'gpt-4o' does not exist. {known}"
+                )
+            assert known in (await client.get("/v1/models/gpt-4o")).json()["error"]["message"]
 
 
 async def test_tokenize_a_prompt() -> None:

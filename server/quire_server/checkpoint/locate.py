@@ -15,21 +15,23 @@ from typing import Protocol, cast
 from quire_engine.config import ModelImplementation, draft_model, eagle_head
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ModelLoadError
+from quire_engine.gguf import typed_name
 from quire_engine.plain_files import is_plain
-from quire_server.checkpoint.gguf_folder import gguf_of, is_gguf, short_name, unfolded
+from quire_server.checkpoint.gguf_folder import gguf_of, is_gguf, models, short_name, unfolded
 from quire_server.checkpoint.inspect import check_checkpoint, check_name
 from quire_server.checkpoint.trained import located
 from quire_server.settings import DEMO_MODEL, Settings
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILE = re.compile(rf"(?P<name>{_HUB_ID.pattern}):(?P<tag>[\w.-]+)")  # of a repository of GGUF files
+_TYPE = re.compile(r"[-._](?:I?Q\d\w*|B?F16|F32|MXFP4\w*)$", re.IGNORECASE)  # of weights, at the end of a file's name
 _PAGE = re.compile(r"https?://(huggingface\.co|hf\.co)/")
 
 
 def localized(settings: Settings) -> Settings:
     """The settings with directories for model, tokenizer and draft model; repositories of a hub are downloaded.
 
-    The served model name stays the repository's name. Raises ModelLoadError.
+    The listed name stays the repository's or the file's. Raises ModelLoadError.
     """
     changed: dict[str, object] = {}
     where = (settings.revision, settings.download_dir)
@@ -42,7 +44,7 @@ def localized(settings: Settings) -> Settings:
         if computes:
             check_checkpoint(folder, settings.model_impl)
         if folder != Path(settings.model):
-            names = settings.served_model_name or tuple(dict.fromkeys((_own_name(name), settings.model)))
+            names = settings.served_model_name or (_own_name(name),)
             changed = {"model": str(folder), "served_model_name": names}
     if settings.tokenizer is not None and not os.path.isdir(settings.tokenizer):
         folder = checkpoint_directory(settings.tokenizer, *where, setting="--tokenizer", weights=False)
@@ -95,6 +97,26 @@ def _own_name(name: str) -> str:
     return short_name(path.name) if is_gguf(path) else name
 
 
+def other_names(settings: Settings) -> tuple[str, ...]:
+    """The names beside the listed one that requests may use for a located model: nobody needs to look one up.
+
+    They are the name that was typed, a GGUF file's with and without its suffix and its type, and a repository's with
+    and without its owner and tag. Names that the operator has chosen stand alone.
+    """
+    if settings.model == DEMO_MODEL:
+        return ()
+    folder = settings.model_path
+    typed = typed_name(folder)
+    listed = settings.model_names
+    if not _HUB_ID.fullmatch(listed[0]) and listed != (_own_name(typed),):
+        return ()
+    files = models(os.listdir(folder)) if folder.is_dir() else []
+    bare = [short_name(each) for each in files]
+    repository = listed[0].partition(":")[0]
+    found = (typed, *files, *bare, *(_TYPE.sub("", each) for each in bare), repository, repository.rpartition("/")[2])
+    return tuple(name for name in dict.fromkeys(found) if name and name not in listed)
+
+
 def checkpoint_directory(
     name: str,
     revision: str | None = None,
@@ -108,16 +130,16 @@ def checkpoint_directory(
 
     `tokenizer`: a GGUF file's is needed too. Raises ModelLoadError.
     """
-    name = located(name)
+    typed, name = name, located(name)
     path = Path(name).expanduser()
     if os.path.isdir(path):
         found = gguf_of(path)
-        return path if found is None else unfolded(found, name=name, tokenizer=tokenizer)
+        return path if found is None else unfolded(found, name=typed, tokenizer=tokenizer)
     if is_gguf(path):
-        return unfolded(path, name=name, tokenizer=tokenizer)
+        return unfolded(path, name=typed, tokenizer=tokenizer)
     if match := _HUB_FILE.fullmatch(name):
         file = _hub().gguf_file(match["name"], match["tag"], revision=revision, cache=download_dir)
-        return unfolded(file, name=name, tokenizer=tokenizer)
+        return unfolded(file, name=typed, tokenizer=tokenizer)
     check_name(name, path)
     if not _HUB_ID.fullmatch(name):
         raise _no_model(setting, name)

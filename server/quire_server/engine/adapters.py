@@ -10,7 +10,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from quire_engine.config import EngineConfig
@@ -40,10 +40,10 @@ class ServedAdapters:
         self,
         control: Callable[[str, str], Awaitable[bytes]] | None = None,
         *,
-        taken: Collection[str] = (),
+        taken: Sequence[str] = (),
         read: Callable[[str], Awaitable[AdapterFacts]] | None = None,
     ) -> None:
-        """`control`: gives an order to the engine; `taken`: the names of the model.
+        """`control`: gives an order to the engine; `taken`: the names of the model, the listed one first.
 
         `read`: of a model whose engine may be absent, what is in a directory; the engine then loads an adapter when a
         request has it. Raises QuireError.
@@ -76,7 +76,7 @@ class ServedAdapters:
         if not name or name in self._taken or (not self._served and self._control is None):
             return None
         if name not in self._served:  # it was unloaded a moment ago
-            raise ModelNotFound(name)
+            raise ModelNotFound(name, (*self._taken[:1], *self._served))
         return self._served[name].adapter
 
     async def load(self, name: str, path: str, *, in_place: bool = False, parent: str = "") -> ServedAdapter:
@@ -112,7 +112,7 @@ class ServedAdapters:
         async with self._changing:
             served = self._served.pop(name, None)
             if served is None:
-                raise ModelNotFound(name)
+                raise ModelNotFound(name, tuple(self._served))
             await self._forget(served.adapter.digest)
 
     def _check_others(self, name: str) -> None:

@@ -12,7 +12,7 @@ from quire_server.answering.capabilities import Capability, capabilities
 from quire_server.errors import ModelNotFound, RouteNotFound
 from quire_server.http.openapi import error_response
 from quire_server.metrics.metric_catalog import ModelState
-from quire_server.state import ServerState, state_of
+from quire_server.state import ServerState, not_found, state_of
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
@@ -48,7 +48,7 @@ class ModelList(BaseModel):
 @router.get("")
 async def list_models(request: Request) -> ModelList:
     state = state_of(request)
-    data = [_model(each, name) for each in state.every for name in (*each.model_names, *each.adapters)]
+    data = [_model(each, name) for each in state.every for name in each.listed_names]
     return ModelList(data=data, first_id=data[0].id, last_id=data[-1].id)
 
 
@@ -60,7 +60,7 @@ async def retrieve_model(model_id: str, request: Request) -> Model:
     name = bare if state_of(request).find(model_id) is None else model_id  # the name of a folder may end with a slash
     state = state_of(request).find(name)
     if state is None:
-        raise ModelNotFound(model_id)
+        raise not_found(state_of(request), model_id)
     return _model(state, name)
 
 

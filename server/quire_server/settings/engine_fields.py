@@ -58,8 +58,8 @@ class EngineFields(BaseModel):
     served_model_name: Names = option(
         (),
         "Model",
-        "names clients may use, the first is reported; default: the model's directory name, or its name on the Hub, and"
-        " the model as it was given",
+        "names clients may use, the first is reported; default: the model's directory or file name, or its name on the"
+        " Hub, beside which the model as it was given is taken too",
     )
     tokenizer: str | None = option(None, "Model", "directory or name of the tokenizer, when it is not the model's")
     revision: str | None = option(None, "Model", "branch, tag or commit of a model on the Hub")

@@ -165,14 +165,13 @@ class Settings(ServerFields, EngineFields, BaseSettings):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names clients may use; replies carry the first one.
+        """The names that lists of models have; replies carry the first one.
 
-        Without names of the operator's own the model is also called what it was given as, a path for example: clients
-        of vLLM name it so.
+        Requests may also use `checkpoint.locate.other_names`.
         """
         if self.served_model_name or self.model == DEMO_MODEL:
             return self.served_model_name or (DEMO_MODEL,)
-        return tuple(dict.fromkeys((Path(self.model).resolve().name, self.model)))
+        return (Path(self.model).resolve().name,)
 
     @property
     def model_path(self) -> Path:

@@ -100,14 +100,14 @@ async def embeddings(body: Annotated[EmbeddingsRequest, json_body(EmbeddingsRequ
 @router.get("/tags")
 async def tags(request: Request) -> ModelTags:
     """The served models."""
-    return ModelTags(models=[listed(each, name) for each in state_of(request).every for name in _names(each)])
+    return ModelTags(models=[listed(each, name) for each in state_of(request).every for name in each.listed_names])
 
 
 @router.get("/ps")
 async def processes(request: Request) -> RunningModels:
     """The models in memory: those that are served, of several those that are loaded."""
     loaded_ones = (each for each in state_of(request).every if each.residency in {"loaded", "restarting"})
-    return RunningModels(models=[running(each, name) for each in loaded_ones for name in _names(each)])
+    return RunningModels(models=[running(each, name) for each in loaded_ones for name in each.listed_names])
 
 
 @router.post("/show")
@@ -119,10 +119,6 @@ async def show(body: Annotated[ShowRequest, json_body(ShowRequest)], request: Re
 @router.get("/version")
 async def api_version() -> ApiVersion:
     return ApiVersion(version=API_VERSION, quire=version("quire"))
-
-
-def _names(state: ServerState) -> tuple[str, ...]:
-    return (*state.model_names, *state.adapters)
 
 
 def _chosen(request: Request, model: str) -> tuple[ServerState, str]:

@@ -19,7 +19,7 @@ from quire_engine.simulation.kv_memory import kv_shape
 from quire_server.checkpoint.gguf_config import check_types, config_of
 from quire_server.checkpoint.gguf_folder import models, of_quantisation, shard_names, short_name, unfolded
 from quire_server.checkpoint.inspect import check_checkpoint
-from quire_server.checkpoint.locate import checkpoint_directory, localized
+from quire_server.checkpoint.locate import checkpoint_directory, localized, other_names
 from quire_server.settings import Settings
 from quire_server.text.generation_config import generation_defaults
 from quire_server.text.tokenizer import TextTokenizer
@@ -44,7 +44,8 @@ def test_a_file_is_a_checkpoint_of_its_own_name(file: Path, tmp_path: Path) -> N
     path = placed(file, tmp_path / "models", "Tiny-Q4_K_M.gguf") / "Tiny-Q4_K_M.gguf"
     settings = localized(Settings(model=str(path)))
     folder = settings.model_path
-    assert settings.model_names == ("Tiny-Q4_K_M", str(path))
+    assert settings.model_names == ("Tiny-Q4_K_M",)
+    assert other_names(settings) == (str(path), "Tiny-Q4_K_M.gguf", "Tiny")
     assert sorted(each.name for each in folder.iterdir()) == [
         *(
             "Tiny-Q4_K_M.gguf",
@@ -65,7 +66,7 @@ def test_a_file_is_a_checkpoint_of_its_own_name(file: Path, tmp_path: Path) -> N
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     assert config["eos_token_id"] == [2, 0]
     named = localized(Settings(model=str(path), served_model_name=("mine",)))
-    assert named.model_names == ("mine",)
+    assert (named.model_names, other_names(named)) == (("mine",), ())
     draft = localized(Settings(speculation=f"model:{path}"))
     assert (Path(draft.speculation.removeprefix("model:")) / "config.json").is_file()
     tokenizer = localized(Settings(tokenizer=str(path)))
@@ -128,7 +129,7 @@ def test_the_folder_goes_with_the_process(file: Path, tmp_path: Path) -> None:
 def test_a_directory_with_one_model_is_that_model(file: Path, tmp_path: Path) -> None:
     folder = placed(file, tmp_path / "tiny", "a.gguf", "mmproj-a-f16.gguf")
     settings = localized(Settings(model=str(folder)))
-    assert settings.model_names == ("tiny", str(folder))
+    assert (settings.model_names, other_names(settings)) == (("tiny",), (str(folder), "a.gguf", "a"))
     assert (settings.model_path / "a.gguf").exists()
     placed(file, folder, "b-Q8_0.gguf")
     with pytest.raises(ModelLoadError, match=r"tiny: 2 models; name one file: a\.gguf, b-Q8_0\.gguf"):

@@ -25,7 +25,7 @@ def test_one_model_is_not_several():
 
 def test_models_on_the_command_line_share_all_settings():
     made = entries("--model", "/models/a", "--model", "/models/b", "--max-num-seqs", "3")
-    assert [each.settings.model_names for each in made] == [("a", "/models/a"), ("b", "/models/b")]
+    assert [each.settings.model_names for each in made] == [("a",), ("b",)]
     assert {each.settings.max_num_seqs for each in made} == {3}
     assert [(each.pinned, each.priority, each.idle_seconds, each.sleep_level) for each in made] == [
         (False, 0, None, 1)

@@ -40,8 +40,8 @@ def test_nothing_given_is_the_demo_model_on_localhost():
 def test_model_is_positional_or_a_flag_but_not_both(tmp_path: Path):
     folder = tmp_path / "Tiny-1.0"
     assert parse_flags([str(folder)]).model == parse_flags(["--model", str(folder)]).model == str(folder)
-    assert parse_flags([str(folder)]).model_names == ("Tiny-1.0", str(folder)), "by its path too, as in vLLM"
-    assert parse_flags(["facebook/opt-125m"]).model_names == ("opt-125m", "facebook/opt-125m")
+    assert parse_flags([str(folder)]).model_names == ("Tiny-1.0",)
+    assert parse_flags(["facebook/opt-125m"]).model_names == ("opt-125m",)
     assert parse_flags([str(folder), "--served-model-name", "mine"]).model_names == ("mine",)
     assert "twice" in refusal("a", "--model", "b")
 
