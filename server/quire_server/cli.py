@@ -95,11 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in {"--version", "-V"}:
         name = "version"
     if name not in COMMANDS:
-        from difflib import get_close_matches  # noqa: PLC0415
-
-        close = get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean `quire {close[0]}`?" if close else "`quire --help` lists the commands"
-        print(f"quire: no command {name!r}; {hint}", file=sys.stderr)
+        print(f"quire: no command {name!r}; {_hint(name, rest)}", file=sys.stderr)
         return BAD_USAGE
     if leave_out_working_directory(sys.path):
         print("quire: PYTHONPATH has an empty entry, the working directory, which is left out", file=sys.stderr)
@@ -123,6 +119,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of stdout, such as `head`, has closed the pipe
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for the interpreter's flush at its end
         return 0
+
+
+# What other programs' commands are here.
+_ELSEWHERE = {
+    "run": "`quire serve MODEL` serves a model, and then `quire chat` talks to it",
+    "pull": "`quire serve MODEL` fetches a model of the Hugging Face Hub at its first start",
+    "list": "models are files and folders that `quire serve` is given; GET /v1/models tells those of a server",
+    "ls": "models are files and folders that `quire serve` is given; GET /v1/models tells those of a server",
+    "ps": "GET /api/ps of a server tells its models in memory, and `quire health` whether it takes requests",
+    "show": "POST /api/show of a server tells of its model, `quire serve MODEL --dry-run` of any other",
+    "stop": "a server ends with Ctrl-C or SIGTERM",
+    "rm": "models are files and folders of yours: delete them there",
+    "cp": "`quire serve MODEL --served-model-name NAME` gives a model another name",
+    "create": "`quire serve MODEL` takes --chat-template and --override-generation-config; there are no Modelfiles",
+    "push": "nothing is uploaded",
+    "llama-server": "`quire config from llama-server FLAGS` prints the command line that does the same",
+    "ollama": "`quire config from ollama NAME=VALUE ...` prints the command line that does the same",
+}
+
+
+def _hint(name: str, rest: Sequence[str]) -> str:
+    """What to type instead of a word that is no command."""
+    from difflib import get_close_matches  # noqa: PLC0415
+    from shlex import join  # noqa: PLC0415
+
+    if name.startswith("-") or name.endswith(".gguf"):
+        return f"`{join(('quire', 'serve', name, *rest))}` serves a model"
+    close = get_close_matches(name, COMMANDS, n=1)
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name]
+    return f"did you mean `quire {close[0]}`?" if close else "`quire --help` lists the commands"
 
 
 def _usage() -> str:

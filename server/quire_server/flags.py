@@ -7,10 +7,12 @@ program has no use for is refused.
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from itertools import takewhile
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Literal, NoReturn, Union, get_args, get_origin
@@ -31,6 +33,8 @@ from quire_server.settings import (
     suggest,
 )
 from quire_server.settings.keys import readable_by_others
+from quire_server.settings.migration import Adopted, adopt, variables_line
+from quire_server.settings.migration_tables import LLAMA_SERVER, OLLAMA
 from quire_server.settings.sources import check_admin_keys, check_keys, environment_names, service_link_warnings
 from quire_server.settings.values import Kinds, plain_words, synonym_of
 from quire_server.settings.vllm import (
@@ -39,6 +43,7 @@ from quire_server.settings.vllm import (
     flags_text,
     names_of_vllm,
     read_settings_file,
+    short_names,
     translate,
     variable_warnings,
 )
@@ -125,8 +130,12 @@ def parse_flags(argv: Sequence[str], prog: str = SERVE) -> Settings:
 def parse_command_line(argv: Sequence[str], prog: str = SERVE) -> CommandLine:
     """As `parse_flags`, with the messages for the log."""
     parser = build_parser(prog)
-    known, rest = parser.parse_known_args(plain_words(argv, _kinds()))
+    adopted = _adopted(argv)
+    if adopted.problems:
+        raise SettingsError(*adopted.problems)
+    known, rest = parser.parse_known_args(plain_words(adopted.words, _kinds()))
     flags, notes = translate(vars(known))
+    notes = [*adopted.notes, *notes]
     if unknown := _unknown(rest):
         raise SettingsError(*unknown)
     positional = flags.pop("positional_model", None)
@@ -143,9 +152,39 @@ def parse_command_line(argv: Sequence[str], prog: str = SERVE) -> CommandLine:
     _check_program(prog, flags, settings)
     if settings.config is not None:
         notes += read_settings_file(settings.config, Settings.model_fields)[1]
-    variables = [*variable_warnings(environment_names()), *service_link_warnings()]
+    of_ollama = variables_line(OLLAMA, environment_names())
+    variables = [
+        *variable_warnings(environment_names()),
+        *([of_ollama] if of_ollama else []),
+        *service_link_warnings(),
+    ]
     warnings = [*variables, *_secret_warnings(flags, settings)]
     return CommandLine(settings=settings, notes=tuple(notes), warnings=tuple(warnings))
+
+
+def _adopted(argv: Sequence[str]) -> Adopted:
+    """The words with those of llama-server in ours; a short flag that nobody has is a problem, as none is cut apart."""
+    adopted = adopt(LLAMA_SERVER, argv, _is_ours)
+    short = short_names()
+    strange = [
+        word
+        for word in takewhile(lambda word: word != "--", adopted.words)
+        if _CLUSTER.match(word) and word.partition("=")[0] not in short and not word.startswith("-O")
+    ]
+    return replace(adopted, problems=(*adopted.problems, *_unknown(strange))) if strange else adopted
+
+
+_CLUSTER = re.compile(r"-[A-Za-z][\w-]")  # as `-ngl`, which a parser would read as `-n gl`
+
+
+def _is_ours(name: str, following: str) -> bool:
+    """Whether a flag is one of our settings or vLLM's, by what follows it."""
+    if not name.startswith("--"):
+        only = short_names().get(name)
+        return name == "-h" or (only is not None and (not only or following in only))
+    head = name.removeprefix("--").partition(".")[0]
+    ours = {"help", *(field.replace("_", "-") for field in _FIELDS), *(flag.name for flag in beside(_FIELDS))}
+    return head in ours or head.removeprefix("no-") in ours
 
 
 def _take_several(flags: dict[str, object]) -> None:
@@ -179,7 +218,9 @@ def check_command_line(argv: Sequence[str], prog: str = SERVE) -> tuple[CommandL
         pass
     problems: list[str] = []
     with _kept(problems):
-        words = plain_words(argv, _kinds())
+        adopted = _adopted(argv)
+        problems += adopted.problems
+        words = plain_words(adopted.words, _kinds())
         known, rest = _readable(words, prog, problems)
         flags = {name: value for name, value in vars(known).items() if name in _FIELDS or name == "positional_model"}
         with _kept(problems):

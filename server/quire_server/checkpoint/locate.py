@@ -25,6 +25,7 @@ from quire_server.settings import DEMO_MODEL, Settings
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILE = re.compile(rf"(?P<name>{_HUB_ID.pattern}):(?P<tag>[\w.-]+)")  # of a repository of GGUF files
 _TYPE = re.compile(r"[-._](?:I?Q\d\w*|B?F16|F32|MXFP4\w*)$", re.IGNORECASE)  # of weights, at the end of a file's name
+_OLLAMA_NAME = re.compile(r"[a-z][a-z0-9.-]*(:[\w.-]+)?")  # such as llama3.2:1b
 _PAGE = re.compile(r"https?://(huggingface\.co|hf\.co)/")
 
 
@@ -83,9 +84,10 @@ def check_location(name: str, model_impl: ModelImplementation, setting: str = "-
 
 
 def _no_model(setting: str, name: str) -> ModelLoadError:
+    ollama = "; Ollama's library is not asked" if _OLLAMA_NAME.fullmatch(name) else ""
     return ModelLoadError(
         f"{setting} {name}: there is no such directory, and it is no name on the Hugging Face Hub, such as"
-        " Qwen/Qwen3-0.6B, or of a GGUF file there, such as Qwen/Qwen3-0.6B-GGUF:Q8_0"
+        f" Qwen/Qwen3-0.6B, or of a GGUF file there, such as Qwen/Qwen3-0.6B-GGUF:Q8_0{ollama}"
     )
 
 

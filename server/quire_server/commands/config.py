@@ -25,13 +25,16 @@ from quire_server.settings.migration_tables import SERVERS
 from quire_server.warming import read_prefixes
 
 _NAME = "config check"
+_OWN = ("--node", "-h", "--help")  # all other words are the server's
 
 
 def run(argv: Sequence[str]) -> int:
     """Check a server's settings, or with --node a node's; the process's exit code."""
     if argv[:1] == ["from"]:
         return _translate(argv[1:])
-    asked, rest = build_parser().parse_known_args(argv)
+    own = [word for at, word in enumerate(argv) if at == 0 or word in _OWN]
+    asked = build_parser().parse_args(own)
+    rest = [word for word in argv[1:] if word not in _OWN]
     given, problems = check_command_line(rest, ENGINE if asked.node else SERVE)
     notes: list[str] = []
     if given is not None:

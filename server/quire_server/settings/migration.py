@@ -1,14 +1,15 @@
 """Command lines of other servers in our settings: llama-server's, SGLang's, TGI's, and Ollama's variables.
 
 Promises: every word that is given has one fate: a setting, a note that nothing changes, a place in requests, or a
-refusal with its reason. vLLM's own flags need no translation: `vllm` has them.
+refusal with its reason. The same tables tell `quire config from` and `quire serve`, which takes words that are not its
+own where they mean the same. vLLM's own flags need no translation: `vllm` has them.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -44,6 +45,8 @@ class Server:
     rows: tuple[Row, ...]
     defaults: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))  # ours, for what is not given
     has_variables: bool = False  # variables in place of flags
+    switches: frozenset[str] = frozenset()  # names of flags that take no value
+    optional: frozenset[str] = frozenset()  # names of flags that stand alone or take on, off or auto
     version: str = ""  # whose flags the table has
 
     def row(self, name: str) -> Row | None:
@@ -94,16 +97,84 @@ def translate_words(server: Server, words: Sequence[str]) -> Translation:
                 problems.append(f"{' '.join((name, *values))}: {error}")
                 continue
             if found:
-                ours[row.setting] = found
+                ours[found[0]] = found
             if row.text:
                 notes.append(said)
     said_already = {word for found in ours.values() for word in found}
     for setting, value in server.defaults.items():
         if flag(setting) not in said_already:
-            ours[setting] = [flag(setting), value]
+            ours[flag(setting)] = [flag(setting), value]
     return Translation(
         words=tuple(word for found in ours.values() for word in found), notes=tuple(notes), problems=tuple(problems)
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted:
+    """A command line of `quire serve` in which words of another server have become ours."""
+
+    words: tuple[str, ...]
+    notes: tuple[str, ...]  # of what means something else in a detail, or changes nothing
+    problems: tuple[str, ...]
+
+
+def adopt(server: Server, words: Sequence[str], is_ours: Callable[[str, str], bool]) -> Adopted:
+    """Replace the flags of another server that mean the same here; what has no equal is a problem with its reason.
+
+    `is_ours`: whether a flag, with what follows it or nothing, is one of our own.
+    """
+    taken: list[str] = []
+    notes: list[str] = []
+    problems: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if word == "--":
+            taken += [word, *left]
+            break
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        following = value if equals else (left[0] if left else "")
+        row = server.row(name) if word.startswith("-") and not _NUMBER.match(word) else None
+        if row is None or is_ours(name, following):
+            taken.append(word)
+            continue
+        values = [value] if equals else _values(server, name, left)
+        if row.fate in {"refused", "request"}:
+            problems.append(
+                f"{name} ({server.title}'s) {row.text};"
+                f" `quire config from {server.name} ...` translates its command lines"
+            )
+            continue
+        try:
+            taken += (row.convert or _plain(row.setting))(values) if row.fate == "setting" else ()
+            notes += [f"{name}: {row.text}"] if row.text else []
+        except ValueError as error:
+            problems.append(f"{' '.join((name, *values))}: {error}")
+    return Adopted(words=tuple(taken), notes=tuple(notes), problems=tuple(problems))
+
+
+_TOGGLES = frozenset(("on", "off", "auto", "1", "0", "true", "false"))
+
+
+def variables_line(server: Server, names: Collection[str]) -> str:
+    """A warning about variables of another server, which set nothing here; empty where there are none."""
+    prefix = f"{server.name.upper()}_"
+    own = [name for name in sorted(names) if name.startswith(prefix)]
+    found = [name for name in own if (row := server.row(name)) is not None and row.fate == "setting"]
+    if not found:
+        return ""
+    given = " ".join(f'{name}="${name}"' for name in found)
+    command = f"quire config from {server.name} {given}"
+    return f"variables of {server.title} set nothing here; for flags that do the same: {command}"
+
+
+def _values(server: Server, name: str, left: list[str]) -> list[str]:
+    """Take the value of a flag, if it has one, from the words behind it."""
+    is_value = bool(left) and (not left[0].startswith("-") or _NUMBER.match(left[0]) is not None)
+    if not is_value or name in server.switches or (name in server.optional and left[0] not in _TOGGLES):
+        return []
+    return [left.pop(0)]
 
 
 def _given(server: Server, words: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -161,6 +232,13 @@ def switched(setting: str, *, on: bool = True) -> Convert:
 def unless(setting: str, absent: Sequence[str]) -> Convert:
     """The value under our name, unless it means that there is none."""
     return lambda values: () if values and values[0] in absent else (flag(setting), *values)
+
+
+def of_requests(name: str, absent: Sequence[str] = ()) -> Convert:
+    """A default of requests, unless the value means that there is none."""
+    return lambda values: (
+        () if values[:1] and values[0] in absent else (f"{flag('override_generation_config')}.{name}", *values)
+    )
 
 
 def setting_row(names: str, setting: str, text: str = "", convert: Convert | None = None) -> Row:

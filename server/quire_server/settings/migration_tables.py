@@ -9,6 +9,7 @@ from quire_server.settings.migration import (
     Server,
     in_requests,
     nothing,
+    of_requests,
     one_of,
     refused,
     setting_row,
@@ -18,6 +19,7 @@ from quire_server.settings.migration import (
 
 _OWN_FORMAT = "weights are computed in the format of their file; --quantization int8 or int4 converts at load"
 _SAMPLING = "requests say it, and --override-generation-config for those that do not"
+_DEFAULT = "for requests that bring none"
 _THREADS = "threads are placed by the engine; --num-threads is their number"
 _KERNELS = "the kernels for a machine are chosen by what it has; --kernels and --cpu-variant name others"
 _DRAFTS = "guessed tokens change no answer here, and their number is found while the server runs: see --speculation"
@@ -77,6 +79,9 @@ LLAMA_SERVER = Server(
     title="llama-server",
     version="llama.cpp as llama-cpp-python 0.3.36 has it",
     defaults=MappingProxyType({"port": "8080"}),
+    optional=frozenset(("-fa", "--flash-attn", "-rea", "--reasoning", "-fit", "--fit")),
+    switches=frozenset(
+        ["-v", "--verbose", "--log-verbose", "--log-jsonl", "--no-cache-prompt", "--spec-default", "-e", "--escape", "--no-escape", "--perf", "--no-perf", "-cb", "--cont-batching", "--repack", "-nr", "--no-repack", "--no-host", "--op-offload", "--no-op-offload", "--warmup", "--no-warmup", "-bs", "--backend-sampling", "-kvo", "--kv-offload", "-nkvo", "--no-kv-offload", "--check-tensors", "--swa-full", "-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified", "--cache-idle-slots", "--no-cache-idle-slots", "--cache-prompt", "--context-shift", "--no-context-shift", "--offline", "--jinja", "--no-jinja", "--skip-chat-parsing", "--no-skip-chat-parsing", "--prefill-assistant", "--no-prefill-assistant", "--metrics", "--props", "--slots", "--no-slots", "--ui", "--webui", "--no-ui", "--no-webui", "--reuse-port", "--embedding", "--embeddings", "--rerank", "--reranking", "--spm-infill", "--mlock", "--mmap", "--no-mmap", "--log-prefix", "--log-timestamps", "--no-log-prefix", "--no-log-timestamps", "--log-disable", "--cors-credentials", "--no-cors-credentials", "-cl", "--cache-list", "--completion-bash", "--list-devices", "-h", "--help", "--usage", "--version", "--ignore-eos", "-sp", "--special", "--no-mmproj"]),
     rows=(
         setting_row("-m --model", "model"),
         setting_row("-hf -hfr --hf-repo", "model", "a name on the Hub with the file's tag: user/model:Q4_K_M"),
@@ -85,7 +90,7 @@ LLAMA_SERVER = Server(
         setting_row("-np --parallel", "max_num_seqs", convert=unless("max_num_seqs", ["-1", "0"])),
         setting_row("-b --batch-size", "max_num_batched_tokens"),
         setting_row("-t --threads", "num_threads", convert=unless("num_threads", ["-1", "0"])),
-        setting_row("-ctk --cache-type-k", "kv_cache_dtype", "keys and values have one type", one_of("kv_cache_dtype", _LLAMA_CACHE, _CACHE_ELSE)),
+        setting_row("-ctk --cache-type-k -ctv --cache-type-v", "kv_cache_dtype", "keys and values have one type", one_of("kv_cache_dtype", _LLAMA_CACHE, _CACHE_ELSE)),
         nothing("-cram --cache-ram", _HOST_CACHE),
         setting_row("-dev --device", "device", "", one_of("device", {"none": "cpu"}, "expected none; a GPU is taken where there is one")),
         setting_row("-s --seed", "seed", convert=unless("seed", ["-1"])),
@@ -110,10 +115,14 @@ LLAMA_SERVER = Server(
         setting_row("--log-jsonl", "log_format", "", lambda _: ("--log-format", "json")),
         setting_row("--no-cache-prompt", "enable_prefix_caching", "", switched("enable_prefix_caching", on=False)),
         setting_row("--lora", "lora_modules", "of the form NAME=DIRECTORY, and not of GGUF files", _lora_tgi),
-        in_requests("-n --predict --n-predict", "is max_tokens of a request; without it an answer may fill the context"),
-        in_requests(
-            "--temp --temperature --top-k --top-p --min-p --repeat-penalty --presence-penalty --frequency-penalty", _SAMPLING,
-            "override_generation_config"),
+        setting_row("-n --predict --n-predict", "override_generation_config", "for requests without max_tokens, and the most that others get",
+            of_requests("max_new_tokens", ["-1", "-2"])),
+        setting_row("--temp --temperature", "override_generation_config", _DEFAULT, of_requests("temperature")),
+        setting_row("--top-k", "override_generation_config", _DEFAULT, of_requests("top_k")),
+        setting_row("--top-p", "override_generation_config", _DEFAULT, of_requests("top_p")),
+        setting_row("--min-p", "override_generation_config", _DEFAULT, of_requests("min_p")),
+        setting_row("--repeat-penalty", "override_generation_config", _DEFAULT, of_requests("repetition_penalty")),
+        in_requests("--presence-penalty --frequency-penalty", "is a field of requests: presence_penalty, frequency_penalty"),
         in_requests("--ignore-eos -l --logit-bias -r --reverse-prompt -sp --special", "is a field of requests: ignore_eos, logit_bias, stop, skip_special_tokens"),
         in_requests("--grammar --grammar-file -j --json-schema -jf --json-schema-file", "is a field of requests: response_format, guided grammars"),
         in_requests("-rea --reasoning --reasoning-effort --reasoning-budget --reasoning-budget-message --reasoning-preserve "
@@ -123,12 +132,14 @@ LLAMA_SERVER = Server(
             "--cpu-range-batch --cpu-strict-batch --prio-batch --poll-batch --numa --threads-http", f"{_THREADS}"),
         nothing("-ub --ubatch-size --perf --no-perf -e --escape --no-escape -fa --flash-attn --repack -nr --no-repack --no-host "
             "--op-offload --no-op-offload -dt --defrag-thold -cb --cont-batching --warmup --no-warmup -bs --backend-sampling", _KERNELS),
+        setting_row("-ngl --gpu-layers --n-gpu-layers", "device", "a model is computed whole on one device: 0 is --device cpu, other numbers change nothing",
+            lambda v: ("--device", "cpu") if v[:1] == ["0"] else ()),
         nothing("-kvo --kv-offload -nkvo --no-kv-offload -fit --fit -fitt --fit-target -fitc --fit-ctx --check-tensors "
-            "-ngl --gpu-layers --n-gpu-layers -sm --split-mode -mg --main-gpu", "a model is computed whole on one device, whose memory the plan of a start divides"),
+            "-sm --split-mode -mg --main-gpu", "a model is computed whole on one device, whose memory the plan of a start divides"),
         nothing("--keep --swa-full --kv-unified-per-slot -kvu --kv-unified -no-kvu --no-kv-unified -ctxcp --ctx-checkpoints "
             "--swa-checkpoints -cms --checkpoint-min-step --cache-idle-slots --no-cache-idle-slots -sps --slot-prompt-similarity "
             "--cache-prompt --cache-reuse --context-shift --no-context-shift", "blocks are pooled, and every request may begin with any prefix that is kept"),
-        nothing("-lm --load-mode -lzm --lazy-mode", "packed weights are kept in files: see --packed-cache"),
+        nothing("-lm --load-mode -lzm --lazy-mode --mlock --mmap --no-mmap", "packed weights are kept in files: see --packed-cache"),
         nothing("--log-* --no-log-* -lv --verbosity", "the log is on stderr; --log-level and --log-format say how"),
         nothing("--offline", "models that the cache has are not asked for; HF_HUB_OFFLINE=1 keeps the network out"),
         nothing("--jinja --skip-chat-parsing --no-skip-chat-parsing --prefill-assistant --no-prefill-assistant", "chat templates are Jinja, and fields of requests say the rest"),
@@ -144,7 +155,6 @@ LLAMA_SERVER = Server(
             "--cpu-mask-batch-draft --cpu-strict-batch-draft --threads-batch-draft --cache-type-k-draft --cache-type-v-draft "
             "-ctkd -ctvd -td -tbd -Cd -Crd -Cbd -otd -cmoed -ncmoed -devd -ngld", _DRAFTS),
         nothing("--no-spec-draft-backend-sampling", _DRAFTS),
-        refused("-ctv --cache-type-v", "keys and values have one type, which --cache-type-k sets; leave it out"),
         refused("--rope-* --yarn-*", "positions are scaled as the model's file says"),
         refused("--rpc -ts --tensor-split", _NODES),
         refused("-ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ncffn --n-cpu-ffn", "a model is computed on one device"),

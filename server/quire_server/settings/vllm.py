@@ -54,6 +54,11 @@ def names_of_vllm() -> list[str]:
     return [flag.name.replace("-", "_") for flag in FLAGS]
 
 
+def short_names() -> dict[str, tuple[str, ...]]:
+    """vLLM's short names, each with the only values that are taken; empty: any."""
+    return {short: flag.only for flag in FLAGS for short in flag.short}
+
+
 def translate(given: dict[str, object]) -> tuple[dict[str, object], list[str]]:
     """The settings of parsed flags, with vLLM's flags translated, and notes on flags without effect.
 

@@ -20,7 +20,7 @@ from support.documents import ROOT, text
 RECORDED = ROOT / "tests" / "data" / "other_servers"
 PAGE = "docs/migrating.md"
 # Flags that are recorded, so that a record which was cut off is noticed.
-COUNTS = {"ollama": 26, "llama-server": 412, "sglang": 554, "tgi": 59}
+COUNTS = {"ollama": 26, "llama-server": 415, "sglang": 554, "tgi": 59}
 each_server = pytest.mark.parametrize("server", SERVERS.values(), ids=SERVERS)
 
 
@@ -85,7 +85,7 @@ VALUES = {
     "max_num_batched_tokens": "512",
     "model": "/m",
     "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
-    "override_generation_config": '{"temperature": 0.5}',
+    "override_generation_config": {"llama-server": "1", "sglang": '{"temperature": 0.5}'},
     "pooling": "mean",
     "root_path": "/llm",
     "route_policy": "round_robin",
@@ -143,7 +143,11 @@ def test_the_ports_of_their_defaults_stay(server: Server) -> None:
     ("name", "words", "expected"),
     [
         ("llama-server", "-c 0 -np -1 --seed -1 -ctk f16", "--port 8080"),
-        ("llama-server", "--model=a.gguf --temp -0.5", "--model a.gguf --port 8080"),
+        (
+            "llama-server",
+            "--model=a.gguf --temp 0.5 -n -1",
+            "--model a.gguf --override-generation-config.temperature 0.5 --port 8080",
+        ),
         ("llama-server", "-a a,b --no-cache-prompt", "--served-model-name a b --no-enable-prefix-caching --port 8080"),
         ("llama-server", "-cram 2048 -md /draft", "--speculation model:/draft --port 8080"),
         ("sglang", "--chunked_prefill_size -1 --tp 1 --dp 2", "--replicas 2 --port 30000"),
