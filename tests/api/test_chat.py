@@ -279,7 +279,7 @@ REFUSED = [
     ("functions", {"functions": [{"name": "f"}]}),
     ("max_tokens", {"max_tokens": 0}),
     ("max_completion_tokens", {"max_completion_tokens": 0}),
-    ("max_completion_tokens", {"max_completion_tokens": -1}),
+    ("max_completion_tokens", {"max_completion_tokens": -2}),
     ("top_logprobs", {"top_logprobs": 2}),
     ("top_logprobs", {"top_logprobs": 21, "logprobs": True}),
     ("logprobs", {"logprobs": 1}),

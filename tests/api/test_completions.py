@@ -44,6 +44,27 @@ async def test_sixteen_tokens_by_default() -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "hello", "max_tokens": -1}),
+        ("/v1/chat/completions", {"max_tokens": -1}),
+        ("/v1/chat/completions", {"max_completion_tokens": -1, "max_tokens": 3}),
+        ("/v1/responses", {"input": "hello", "max_output_tokens": -1}),
+        ("/api/generate", {"prompt": "hello", "options": {"num_predict": -1}, "stream": False}),
+    ],
+)
+async def test_a_limit_of_minus_one_is_none(path: str, fields: dict[str, object]) -> None:
+    engine = FakeEngine()
+    async with connect(make_app(engine=engine)) as client:
+        messages = {"messages": [{"role": "user", "content": "hello"}]} if "chat" in path else {}
+        reply = await client.post(path, json={"model": "fake", **messages, **fields})
+    assert reply.status_code == 200, reply.text
+    (request,) = engine.submitted
+    assert request.stop.max_new_tokens == 512 - len(request.prompt_token_ids)
+    assert reply.json().get("max_output_tokens") is None
+
+
+@pytest.mark.parametrize(
     ("prompt", "ids"),
     [
         ("hi", [[104, 105]]),

@@ -179,6 +179,7 @@ async def test_calls_outputs_and_thoughts_of_earlier_turns() -> None:
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
         ({"n": 2}, "n", "unsupported_parameter"),
         ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
+        ({"max_output_tokens": -2}, "max_output_tokens", "invalid_value"),
         ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
         ({"metadata": {"a": 1}}, "metadata.a", "invalid_value"),
         ({"metadata": {str(n): "" for n in range(17)}}, "metadata", "invalid_value"),

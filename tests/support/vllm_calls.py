@@ -96,7 +96,7 @@ BAD_ANYWHERE: list[Body] = [
     {"logit_bias": {"a": 1}}, {"logit_bias": {"260": 1}}, {"logit_bias": [1]}, {"allowed_token_ids": []},
     {"allowed_token_ids": [260]}, {"bad_words": [""]}, {"bad_words": "a"}, {"logprob_token_ids": [260]},
     {"logprob_token_ids": [1] * 129}, {"stop": ""}, {"stop": ["x", ""]}, {"stop": 5}, {"stop": ["x"] * 17},
-    {"stop_token_ids": ["a"]}, {"max_tokens": -1}, {"min_tokens": -1}, {"min_tokens": 5}, {"prompt_logprobs": -2},
+    {"stop_token_ids": ["a"]}, {"max_tokens": -2}, {"min_tokens": -1}, {"min_tokens": 5}, {"prompt_logprobs": -2},
     {"prompt_logprobs": 21}, {"prompt_logprobs": 1, "stream": True}, {"truncate_prompt_tokens": -2},
     {"truncate_prompt_tokens": 0}, {"cache_salt": ""}, {"stream_options": {"include_usage": True}},
     {"stream": True, "stream_options": []}, {"model": 5}, {"response_format": {"type": "nothing"}},
@@ -110,7 +110,7 @@ BAD: dict[str, list[Body]] = {
     CHAT: [
         {"messages": []}, {"messages": "a"}, {"messages": [{}]}, {"messages": [{"content": "a"}]}, user(content=5),
         user(content=[{"type": "nothing"}]), user(content=[{"type": "text"}]), user(content=None),
-        user(content="a" * 600), {"max_tokens": 0}, {"max_completion_tokens": -1}, {"top_logprobs": 2},
+        user(content="a" * 600), {"max_tokens": 0}, {"max_completion_tokens": -2}, {"top_logprobs": 2},
         {"logprobs": True, "top_logprobs": 21}, {"logprobs": True, "top_logprobs": -2}, {"logprobs": 5},
         {"continue_final_message": True, "add_generation_prompt": True}, {"reasoning_effort": "extreme"},
         {"chat_template": "{{ 1 }}"}, {"chat_template_kwargs": 5}, {"tool_choice": "auto"},

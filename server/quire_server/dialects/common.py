@@ -287,6 +287,11 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 KeptTokens = Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(_not_zero)]
 TokenCount = Annotated[int, Field(ge=0, le=2**31 - 1)]
+NO_LIMIT = -1  # as llama-server's and LM Studio's clients write it
+TokenLimit = Annotated[
+    int,
+    Field(ge=NO_LIMIT, le=2**31 - 1, description="-1: as many as the context has room for"),
+]
 LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Timeout = Annotated[float, Field(gt=0, le=86_400)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -405,6 +410,11 @@ class Timings(ReplyModel):
     queue_ms: float
 
 
+def bounded(limit: int | None) -> int | None:
+    """The limit of a request's tokens; None: it has none."""
+    return None if limit == NO_LIMIT else limit
+
+
 class PromptProgress(ReplyModel):
     """How far a prompt is computed, in the form of llama-server."""
 
@@ -426,7 +436,7 @@ class GenerationFields(DecodingFields, ServingFields):
         None, description="words that must not be generated, as the tokenizer writes them"
     )
 
-    max_tokens: TokenCount | None = None
+    max_tokens: TokenLimit | None = None
     include_stop_str_in_output: bool | None = None
 
     add_special_tokens: bool | None = None

@@ -19,10 +19,11 @@ from quire_server.dialects.common import (
     PromptProgress,
     ReplyModel,
     Timings,
-    TokenCount,
+    TokenLimit,
     TokenLogprob,
     UsageInfo,
     WireModel,
+    bounded,
     review_extras,
 )
 from quire_server.dialects.options import generation_options, review
@@ -115,7 +116,7 @@ class Message(WireModel):
 
 class ChatCompletionRequest(StructuredFields, ThinkingFields):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), FEW_PARTS]
-    max_completion_tokens: TokenCount | None = Field(None, description="takes precedence over max_tokens")
+    max_completion_tokens: TokenLimit | None = Field(None, description="takes precedence over max_tokens")
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = Field(None, description="needs logprobs")
     add_generation_prompt: bool | None = None
@@ -176,7 +177,7 @@ class ChatCompletionRequest(StructuredFields, ThinkingFields):
             tools=tools,
             source_param="messages",
             add_special_tokens=bool(self.add_special_tokens),  # templates write them
-            max_tokens=max_tokens,
+            max_tokens=bounded(max_tokens),
             max_tokens_param=max_tokens_param,
             default_max_tokens=None,
             num_logprobs=0 if self.logprob_token_ids else (self.top_logprobs or 0) if self.logprobs else None,

@@ -21,6 +21,7 @@ from quire_server.dialects.common import (
     ReplyModel,
     Timings,
     UsageInfo,
+    bounded,
     one_or_many,
 )
 from quire_server.dialects.options import generation_options, review
@@ -71,9 +72,9 @@ class CompletionRequest(StructuredFields):
             source=self.prompt,
             source_param="prompt",
             add_special_tokens=self.add_special_tokens is not False,
-            max_tokens=self.max_tokens,
+            max_tokens=bounded(self.max_tokens),
             max_tokens_param="max_tokens",
-            default_max_tokens=_DEFAULT_MAX_TOKENS,
+            default_max_tokens=_DEFAULT_MAX_TOKENS if self.max_tokens is None else None,
             num_logprobs=num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
             echo=bool(self.echo),

@@ -27,8 +27,9 @@ from quire_server.dialects.common import (
     DecodingFields,
     LogprobCount,
     ServingFields,
-    TokenCount,
+    TokenLimit,
     WireModel,
+    bounded,
     review_extras,
 )
 from quire_server.dialects.responses.items import (
@@ -279,7 +280,7 @@ class ResponseRequest(DecodingFields, ServingFields, ThinkingFields):
     chat_template: str | None = Field(None, description="the name of one of the model's chat templates")
     chat_template_kwargs: dict[str, object] | None = Field(None, description="variables of the chat template")
 
-    max_output_tokens: Annotated[TokenCount, Field(ge=1)] | None = Field(None, description="thoughts included")
+    max_output_tokens: TokenLimit | None = Field(None, description="thoughts included; -1: no limit")
     top_logprobs: LogprobCount | None = Field(None, description=f"needs {INCLUDE_LOGPROBS} in include")
     include: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=MAX_INCLUDES)] | None = Field(
         None, description=f"{INCLUDE_LOGPROBS}; others are without effect, and reported"
@@ -320,7 +321,7 @@ class ResponseRequest(DecodingFields, ServingFields, ThinkingFields):
         return {
             "background": False,
             "instructions": self.instructions,
-            "max_output_tokens": self.max_output_tokens,
+            "max_output_tokens": bounded(self.max_output_tokens),
             "max_tool_calls": self.max_tool_calls,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
@@ -355,6 +356,8 @@ class ResponseRequest(DecodingFields, ServingFields, ThinkingFields):
     def options(self, items: Sequence[ContentItem]) -> GenerationOptions:
         """The neutral options for these items, with references resolved. Raises BadRequest for unsupported values."""
         ignored = self._review(items)
+        if self.max_output_tokens == 0:
+            raise BadRequest("'max_output_tokens' must be at least 1, or -1.", param="max_output_tokens")
         num_logprobs = (self.top_logprobs or 0) if self._shows_logprobs else None
         shown, tools = offered(self.offered(), self.tool_choice, parallel=self.parallel_tool_calls)
         conversation = messages(self.instructions, items)
@@ -381,7 +384,7 @@ class ResponseRequest(DecodingFields, ServingFields, ThinkingFields):
                 logprobs_param="top_logprobs",
             ),
             stop=StopOptions(
-                max_tokens=self.max_output_tokens,
+                max_tokens=bounded(self.max_output_tokens),
                 max_tokens_param="max_output_tokens",
                 min_tokens=self.min_tokens or 0,
                 strings=tuple(self.stop or ()),
