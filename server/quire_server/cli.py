@@ -23,6 +23,7 @@ else:
 # Name: (module, what it does). `quire bench` is a client of servers: nothing here depends on its package.
 COMMANDS = {
     "serve": ("quire_server.commands.serve", "serve a model over the OpenAI HTTP API"),
+    "chat": ("quire_server.commands.chat", "talk to a running server in the terminal"),
     "engine": ("quire_server.commands.engine", "compute for servers on other machines: a node"),
     "run-batch": ("quire_server.commands.run_batch", "answer a file of requests without a server"),
     "bench": ("quire_bench.command", "put load on servers and say how fast they are"),
@@ -140,7 +141,7 @@ _ELSEWHERE = {
 
 
 def _hint(name: str, rest: Sequence[str]) -> str:
-    """What to type instead of a word that is no command."""
+    """Return what to type instead of a word that is no command."""
     from difflib import get_close_matches  # noqa: PLC0415
     from shlex import join  # noqa: PLC0415
 

@@ -137,6 +137,11 @@ def vllm_key() -> dict[str, object]:
     return {"api_key": (f"={key}",)} if key else {}
 
 
+def api_key_of_environment() -> str:
+    """The first key in the clients' variable, as it is written there, perhaps with a name; empty if none is set."""
+    return os.environ.get(f"{ENV_PREFIX}API_KEY", "").strip(" \t[]").partition(",")[0].strip(" \t\"'")
+
+
 def admin_key_of_environment() -> str:
     """The operator's key that a command sends to a Quire server; empty if none is set."""
     return os.environ.get(f"{ENV_PREFIX}ADMIN_API_KEY", "").strip()
