@@ -195,9 +195,7 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
     else:
         pace = f" about {limits.itl_target:g} s beside running streams;" if limits.itl_target else ""
     by = f" by {plan.implementation}" if plan.implementation else ""
-    stored = ""
-    if plan.stored_as:
-        stored = f", kept as {plan.stored_as}" if plan.keeps_stored else f", decoded from {plan.stored_as}"
+    stored = _stored_text(plan)
     active = plan.layer_parameters + plan.sampled_parameters
     some = f", {active:,} of them for a token" if plan.experts > 1 else ""
     lines = [
@@ -226,6 +224,23 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
     if quality:
         lines.append(("quality", quality))
     return "\n".join(f"{name:<17}{text}" for name, text in lines)
+
+
+def summary_text(plan: EnginePlan) -> str:
+    """The model and how much fits, in one line; `plan_text` has the rest."""
+    length = plan.scheduler.max_model_len
+    quantized = f" in {plan.quantization}" if plan.quantization else ""
+    return (
+        f"{plan.model}: {plan.num_parameters:,} parameters{_stored_text(plan)}, on {plan.device} with"
+        f" {_threads_text(plan)}; weights {bytes_text(plan.weights_bytes)}{quantized}, KV cache"
+        f" {bytes_text(plan.kv_bytes)}, {_num_fitting(plan, length):,} sequences of {length:,} tokens"
+    )
+
+
+def _stored_text(plan: EnginePlan) -> str:
+    if not plan.stored_as:
+        return ""
+    return f", kept as {plan.stored_as}" if plan.keeps_stored else f", decoded from {plan.stored_as}"
 
 
 def _threads_text(plan: EnginePlan) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp
 
-from quire_engine.memory_plan import plan_text
+from quire_engine.memory_plan import plan_text, summary_text
 from quire_engine.quality_store import quality_text
 from quire_server.background import begin
 from quire_server.engine.engines import Engines
@@ -265,17 +265,20 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 
 def _greet(settings: Settings, state: ServerState, listening: Listening) -> None:
-    """Log the resolved configuration and an example call; the listener has logged the address."""
+    """Log what is served and how to call it; the listener has logged the address. The whole plan is for --verbose."""
     for plan in (each.client.plan for each in state.every):
+        log.info("model %s", summary_text(plan))
         quality = quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)
         for line in plan_text(plan, quality).splitlines():
-            log.info("%s", line)
+            log.debug("%s", line)
     if state.defaults.source:
         numbers = ", ".join(f"{name} {value:g}" for name, value in state.defaults.shown.items())
         log.info("what requests leave out, by %s: %s", state.defaults.source, numbers)
     if settings.needs_key and not settings.admin_keys and not settings.allow_local_admin:
         log.info("no admin key is set, so /debug, /admin and the dashboard's data are closed; see --admin-api-key")
-    log.info("try: %s", example(settings, state, listening))
+    has_page = state.prompts is not None and settings.uds is None
+    chat = f"chat at {listening.address}/ or with `quire chat`; " if has_page else ""
+    log.info("%stry: %s", chat, example(settings, state, listening))
 
 
 def example(settings: Settings, state: ServerState, listening: Listening) -> str:

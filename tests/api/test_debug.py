@@ -219,3 +219,14 @@ async def test_an_engine_that_is_gone_is_a_503() -> None:
             assert reply.status_code == 503
             assert reply.headers["retry-after"] == "2"
             assert "ended while" in reply.json()["error"]["message"]
+
+
+async def test_the_index_lists_every_view_and_the_plan() -> None:
+    async with connect(make_app(root_path="/llm")) as client:
+        found = (await client.get("/llm/debug")).json()
+        assert set(found["routes"]) == {f"/llm{route.path}" for route in debug.router.routes}
+        assert all(sentence.endswith(".") for sentence in found["routes"].values())
+        assert any(line.startswith("KV cache ") for line in found["plan"]["fake"])
+        assert (await client.get("/llm/debug/", follow_redirects=True)).json() == found
+    async with connect(make_app(api_key=("secret",))) as client:
+        assert (await client.get("/debug")).status_code in {401, 403}

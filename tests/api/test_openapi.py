@@ -41,7 +41,7 @@ GETS = (
     *("/v1/models", "/v1/models/{model_id}", "/tokenizer_info", "/version", "/metrics"),
     *("/health", "/health/live", "/health/ready", "/health/deep", "/ping", "/load", "/admin/drain"),
     *("/usage", "/admin/usage", "/admin/replicas", "/admin/models"),
-    *("/debug/steps", "/debug/requests", "/debug/requests/{request_id}"),
+    *("/debug", "/debug/steps", "/debug/requests", "/debug/requests/{request_id}"),
     *("/debug/kv", "/debug/kv/audit", "/debug/kv/{request_id}"),
 )
 

@@ -29,12 +29,12 @@ async def test_pages_are_open_and_closed_to_other_sites(path: str, method: str) 
     assert "unsafe" not in policy
     assert "http" not in policy
     assert reply.headers["x-content-type-options"] == "nosniff"
-    assert reply.headers["content-type"].endswith("; charset=utf-8") == (not path.endswith(".svg"))
+    assert reply.headers["content-type"].endswith("; charset=utf-8") == (not path.endswith((".svg", ".ico")))
 
 
 def test_only_the_pages_files_are_open() -> None:
     parts = {f"/pages/{name}" for name in _FILES if not name.endswith(".html")}
-    assert parts | {"/", "/docs", "/dashboard", "/learn"} == PAGES
+    assert parts | {"/", "/docs", "/dashboard", "/learn", "/favicon.ico"} == PAGES
 
 
 @pytest.mark.parametrize("name", ["index.html", "docs.html", "../guard.py", "nothing.js", ""])

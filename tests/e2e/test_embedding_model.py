@@ -19,7 +19,8 @@ TEXTS = ["What is a ream?", "A quire is four sheets of paper; a ream is twenty q
 def test_it_makes_vectors_and_no_text(tmp_path: Path) -> None:
     gemma = EmbeddingGemma(tmp_path)
     vectors = [gemma.vector(text) for text in TEXTS]
-    with Served(str(tmp_path), "--device", "cpu", "--max-model-len", "300", "--kv-memory", "8MiB") as server:
+    flags = ("--device", "cpu", "--max-model-len", "300", "--kv-memory", "8MiB", "--log-level", "debug")
+    with Served(str(tmp_path), *flags) as server:
 
         def post(path: str, status: int = 200, **body: Any) -> dict[str, Any]:
             reply = httpx.post(server.url + path, json=body, timeout=60)

@@ -52,7 +52,7 @@ def hardly_computes(server: Served, expected: list[int]) -> None:
 
 def test_a_system_prompt_survives_kills_and_restarts(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
-    flags = ("--kv-offload-dir", str(folder))
+    flags = ("--kv-offload-dir", str(folder), "--log-level", "debug")
     with Served(*flags) as server:
         expected, cached = ask(server, 5)
         assert (len(expected), cached) == (12, 0)  # all of it was computed

@@ -33,7 +33,7 @@ from quire_server.settings import ServerLimits
 
 PAGES = frozenset(
     {
-        *("/", "/docs", "/dashboard", "/learn"),
+        *("/", "/docs", "/dashboard", "/learn", "/favicon.ico"),
         *("/pages/page.css", "/pages/icon.svg", "/pages/session.js", "/pages/chat.js", "/pages/docs.js"),
         *("/pages/dashboard.css", "/pages/dashboard.js", "/pages/charts.js", "/pages/requests.js"),
         *(

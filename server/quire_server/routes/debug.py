@@ -10,8 +10,11 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
 from quire_engine.errors import QuireError, Unanswerable
+from quire_engine.memory_plan import plan_text
 from quire_server.errors import NotReady, NotRemembered
 from quire_server.http.openapi import error_response
 from quire_server.state import ServerState, choose_by_query, state_of
@@ -29,6 +32,26 @@ ReplicaName = Annotated[
 ]
 RequestId = Annotated[str, Path(max_length=256, description="x-request-id, a reply's id, or the engine's own")]
 Number = Annotated[int, Query(ge=0, le=2**53)]
+
+
+class DebugIndex(BaseModel):
+    """The operator's views of the engine, and the plan that the engine was started by."""
+
+    routes: dict[str, str]  # a sentence for each
+    plan: dict[str, list[str]]  # lines by the models' names: device, memory, limits
+
+
+@router.get("")
+async def index(request: Request) -> DebugIndex:
+    """Lists the views of the engine, with each model's plan: device, memory, limits."""
+    root = request.scope.get("root_path", "")
+    routes = {
+        f"{root}{route.path}": " ".join((route.endpoint.__doc__ or "").split("\n\n")[0].split())
+        for route in router.routes
+        if isinstance(route, APIRoute)
+    }
+    plans = {state.model_names[0]: state.client.plan for state in state_of(request).every}
+    return DebugIndex(routes=routes, plan={name: plan_text(plan).splitlines() for name, plan in plans.items()})
 
 
 @router.get("/steps", response_class=Response, responses=_NOT_KNOWN)

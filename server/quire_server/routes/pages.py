@@ -57,6 +57,12 @@ async def reference() -> Response:
     return _page("docs.html")
 
 
+@router.api_route("/favicon.ico", methods=METHODS)
+async def icon() -> Response:
+    """The icon, where browsers look for it without being told."""
+    return _page("icon.svg")
+
+
 @router.api_route("/dashboard", methods=METHODS)
 async def dashboard() -> Response:
     """The live dashboard; the page reads its data from /dashboard/events."""
