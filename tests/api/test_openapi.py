@@ -67,6 +67,17 @@ async def document(**options: object) -> dict[str, Any]:
         return result
 
 
+async def test_schemas_have_short_names_of_their_own_and_routes_a_sentence() -> None:
+    found = await document()
+    names = found["components"]["schemas"]
+    assert {"ChatMessage", "MessagesMessage", "OllamaMessage", "Reasoning", "ResponsesReasoning"} <= set(names)
+    assert not [name for name in names if not name.isalnum()]
+    assert len(names) > 150, "two schemas have been given one name"
+    assert {name.rpartition("/")[2] for name in references(found)} <= set(names)
+    operations = [(path, each) for path, methods in found["paths"].items() for each in methods.values()]
+    assert [path for path, each in operations if not each.get("description")] == []
+
+
 async def test_every_route_is_there() -> None:
     paths = (await document())["paths"]
     assert {path for path, operations in paths.items() if "post" in operations} == {*POSTS, *POSTS_WITHOUT_BODY}

@@ -114,7 +114,31 @@ def complete(
     schemes = {name: _BEARER for name, needed in (("key", needs_key), ("adminKey", needs_admin_key)) if needed}
     if schemes:
         document["components"]["securitySchemes"] = schemes
+    document["components"]["schemas"] = {_short_name(name): schema for name, schema in schemas.items()}
+    _shorten_references(document)
     return document
+
+
+def _short_name(name: str) -> str:
+    """Call `quire_server__dialects__chat__wire__Message` `ChatMessage`, and what dialects share by its class alone."""
+    *modules, own = name.split("__")
+    dialect = modules[2] if len(modules) == _MODULES_OF_A_DIALECT else ""
+    return dialect.capitalize() + own
+
+
+_MODULES_OF_A_DIALECT = 4  # quire_server, dialects, its folder, the module
+
+
+def _shorten_references(node: Any) -> None:
+    """Let references name the schemas by their short names, in place."""
+    if isinstance(node, dict):
+        if isinstance(node.get("$ref"), str):
+            node["$ref"] = _REF.format(model=_short_name(node["$ref"].rpartition("/")[2]))
+        for each in node.values():
+            _shorten_references(each)
+    elif isinstance(node, list):
+        for each in node:
+            _shorten_references(each)
 
 
 def _refusals(path: str, looks_at_hosts: bool) -> tuple[type[ApiError], ...]:

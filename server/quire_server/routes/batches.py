@@ -275,6 +275,7 @@ async def list_batches(
     after: Annotated[str | None, Query(max_length=64)] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> BatchList:
+    """List the batches of this key."""
     service, owner = service_of(request), owner_of(request)
     last = None if after is None else await _known(service, owner, after)
 
@@ -286,6 +287,7 @@ async def list_batches(
 
 @router.get("/{batch_id}", responses=NOT_FOUND)
 async def retrieve_batch(batch_id: str, request: Request) -> BatchObject:
+    """Return the state of a batch."""
     return BatchObject(**(await _known(service_of(request), owner_of(request), batch_id)).shown())
 
 

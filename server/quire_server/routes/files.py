@@ -126,6 +126,7 @@ async def list_files(
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Literal["asc", "desc"] = "desc",
 ) -> FileList:
+    """List the files of this key."""
     service, owner = service_of(request), owner_of(request)
     last = None if after is None else await _known(service, owner.name, after)
 
@@ -139,6 +140,7 @@ async def list_files(
 
 @router.get("/{file_id}", responses=NOT_FOUND)
 async def retrieve_file(file_id: str, request: Request) -> FileObject:
+    """Return what is known of a file."""
     file = await _known(service_of(request), owner_of(request).name, file_id)
     return FileObject(**file.shown())
 
@@ -152,6 +154,7 @@ async def retrieve_file(file_id: str, request: Request) -> FileObject:
     },
 )
 async def file_content(file_id: str, request: Request) -> FileResponse:
+    """Return the content of a file."""
     service = service_of(request)
     file = await _known(service, owner_of(request).name, file_id)
     return FileResponse(

@@ -78,6 +78,7 @@ async def load(request: Request) -> Load:
 
 @router.get("/version")
 async def get_version() -> Version:
+    """Return the server's version."""
     return Version(version=version("quire"))
 
 

@@ -13,6 +13,7 @@ router = APIRouter(tags=["metrics"])
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def scrape(request: Request) -> Response:
+    """Return all metrics in Prometheus' text format."""
     state = state_of(request)
     await state.settle()
     if state.catalog is None:

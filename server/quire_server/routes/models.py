@@ -47,6 +47,7 @@ class ModelList(BaseModel):
 
 @router.get("")
 async def list_models(request: Request) -> ModelList:
+    """List the models and adapters that requests may name, the default one first."""
     state = state_of(request)
     data = [_model(each, name) for each in state.every for name in each.listed_names]
     return ModelList(data=data, first_id=data[0].id, last_id=data[-1].id)
@@ -54,6 +55,7 @@ async def list_models(request: Request) -> ModelList:
 
 @router.get("/{model_id:path}", responses={ModelNotFound.status: error_response(ModelNotFound)})
 async def retrieve_model(model_id: str, request: Request) -> Model:
+    """Return one model or adapter."""
     bare = model_id.rstrip("/")
     if not bare:  # `/v1/models/`
         raise RouteNotFound("There is no such route.")

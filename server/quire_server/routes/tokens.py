@@ -81,6 +81,7 @@ class DetokenizeResponse(BaseModel):
 
 @router.post("/tokenize", response_model=TokenizeResponse)
 async def tokenize(body: Annotated[TokenizeRequest, json_body(TokenizeRequest)], request: Request) -> Response:
+    """Return the token ids of a prompt or of a conversation in the model's template."""
     state = choose(request, body.model)
     template = None
     if state.prompts is not None:
@@ -102,6 +103,7 @@ async def tokenize(body: Annotated[TokenizeRequest, json_body(TokenizeRequest)],
 
 @router.post("/detokenize", response_model=DetokenizeResponse)
 async def detokenize(body: Annotated[DetokenizeRequest, json_body(DetokenizeRequest)], request: Request) -> Response:
+    """Return the text of token ids."""
     state = choose(request, body.model)
     headers = notes(state, _unknown(body))
     text = await unless_client_gone(request, _text_of(state, body.tokens))

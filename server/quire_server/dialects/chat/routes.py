@@ -27,6 +27,7 @@ Body = Annotated[ChatCompletionRequest, json_body(ChatCompletionRequest)]
     responses=generation_responses(ChatCompletionResponse, ChatCompletionChunk),
 )
 async def create_chat_completion(body: Body, request: Request) -> Response:
+    """Answer a conversation, whole or as a stream of events."""
     admit(request, body.model)
     return await answer(request, body.options(), ChatRenderer)
 

@@ -23,5 +23,6 @@ Body = Annotated[CompletionRequest, json_body(CompletionRequest)]
     "/v1/completions", response_model=None, responses=generation_responses(CompletionResponse, CompletionChunk)
 )
 async def create_completion(body: Body, request: Request) -> Response:
+    """Continue one or several texts, whole or as a stream of events."""
     admit(request, body.model)
     return await answer(request, body.options(), CompletionRenderer)

@@ -21,5 +21,6 @@ Body = Annotated[InfillRequest, json_body(InfillRequest)]
 
 @router.post("/infill", response_model=None, responses=generation_responses(InfillResponse, InfillPart))
 async def infill(body: Body, request: Request) -> Response:
+    """Write the text between a prefix and a suffix, as llama-server does."""
     admit(request, body.model)
     return await answer(request, body.options(), InfillRenderer)

@@ -26,6 +26,7 @@ router = APIRouter(prefix=ANTHROPIC_PATH, tags=["generation"])
     responses=generation_responses(MessageObject, MessageEvent, ending="message_stop, or an error"),
 )
 async def create_message(body: Annotated[MessageRequest, json_body(MessageRequest)], request: Request) -> Response:
+    """Answer a conversation in the form of Anthropic's API."""
     admit(request, body.model)
     return await answer(request, body.options(), MessageRenderer, gather=in_order, keep_alive=PING)
 

@@ -51,6 +51,7 @@ LINES = "application/x-ndjson"
 
 @router.post("/chat", response_model=None, responses=line_responses(ChatReply))
 async def chat(body: Annotated[ChatRequest, json_body(ChatRequest)], request: Request) -> Response:
+    """Answer a conversation; without messages, load the model or let it go."""
     state, name, body = _admitted(request, body)
     if not body.messages:
         reason = await _load(state, body)
@@ -60,6 +61,7 @@ async def chat(body: Annotated[ChatRequest, json_body(ChatRequest)], request: Re
 
 @router.post("/generate", response_model=None, responses=line_responses(GenerateReply))
 async def generate(body: Annotated[GenerateRequest, json_body(GenerateRequest)], request: Request) -> Response:
+    """Continue a prompt; without one, load the model or let it go."""
     state, name, body = _admitted(request, body)
     if not body.prompt and not body.suffix:
         reason = await _load(state, body)
@@ -118,6 +120,7 @@ async def show(body: Annotated[ShowRequest, json_body(ShowRequest)], request: Re
 
 @router.get("/version")
 async def api_version() -> ApiVersion:
+    """Return the version of Ollama's API that is served, and that of the server."""
     return ApiVersion(version=API_VERSION, quire=version("quire"))
 
 

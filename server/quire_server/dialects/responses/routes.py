@@ -41,6 +41,7 @@ NOT_FOUND: dict[int | str, dict[str, Any]] = {ResponseNotFound.status: error_res
     responses=generation_responses(ResponseObject, ResponseEvent, ending="the whole response, or its error"),
 )
 async def create_response(body: Body, request: Request) -> Response:
+    """Answer in the form of OpenAI's Responses API, whole or as a stream of events."""
     admit(request, body.model)
     store, owner = _store(request), _owner(request)
     previous, items = _conversation(body, store, owner)
@@ -76,6 +77,7 @@ async def count_input_tokens(body: Body, request: Request) -> InputTokens:
 
 @router.get("/{response_id}", response_model=ResponseObject, responses=NOT_FOUND)
 async def retrieve_response(response_id: str, request: Request, stream: bool = False) -> Response:
+    """Return a stored response."""
     if stream:
         raise Unsupported(
             "Only responses made in the background can be streamed again, and none are made there.", param="stream"
@@ -85,7 +87,7 @@ async def retrieve_response(response_id: str, request: Request, stream: bool = F
 
 @router.delete("/{response_id}", responses=NOT_FOUND)
 async def delete_response(response_id: str, request: Request) -> Deleted:
-    """Responses that continue it keep its items."""
+    """Delete a stored response; those that continue it keep its items."""
     if not _store(request).delete(_owner(request), response_id):
         raise _not_found(response_id)
     return Deleted(id=response_id, object="response", deleted=True)
@@ -93,6 +95,7 @@ async def delete_response(response_id: str, request: Request) -> Deleted:
 
 @router.post("/{response_id}/cancel", response_model=ResponseObject, responses=NOT_FOUND)
 async def cancel_response(response_id: str, request: Request) -> Response:
+    """Refuse, since no response is made in the background."""
     _known(request, response_id)
     raise BadRequest("Only responses made in the background can be cancelled; close the connection to stop others.")
 

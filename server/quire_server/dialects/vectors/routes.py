@@ -32,6 +32,7 @@ ClassifyBody = Annotated[ClassifyRequest, json_body(ClassifyRequest)]
 
 @router.post("/v1/embeddings", response_model=None, responses={200: {"model": EmbeddingResponse}})
 async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
+    """Return the vectors of texts."""
     admit(request, body.model)
     return await answer_embeddings(request, body.options(), as_text=body.encoding_format == "base64")
 
@@ -39,6 +40,7 @@ async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
 @router.post("/v1/score", response_model=None, responses={200: {"model": ScoreResponse}})
 @router.post("/score", response_model=None, responses={200: {"model": ScoreResponse}})
 async def create_scores(body: ScoreBody, request: Request) -> Response:
+    """Score pairs of texts by how well they fit."""
     admit(request, body.model)
     return await answer_scores(request, body.options())
 
@@ -47,6 +49,7 @@ async def create_scores(body: ScoreBody, request: Request) -> Response:
 @router.post("/v1/rerank", response_model=None, responses={200: {"model": RerankResponse}})
 @router.post("/v2/rerank", response_model=None, responses={200: {"model": RerankResponse}})
 async def create_ranks(body: RerankBody, request: Request) -> Response:
+    """Sort documents by how well they fit a query."""
     admit(request, body.model)
     shows = body.return_documents
     if shows is None:  # Cohere's second version gives the indices alone
@@ -57,5 +60,6 @@ async def create_ranks(body: RerankBody, request: Request) -> Response:
 @router.post("/classify", response_model=None, responses={200: {"model": ClassificationResponse}})
 @router.post("/v1/classify", response_model=None, responses={200: {"model": ClassificationResponse}})
 async def create_classes(body: ClassifyBody, request: Request) -> Response:
+    """Return the probabilities of the classes of texts."""
     admit(request, body.model)
     return await answer_classes(request, body.options(), activates=body.use_activation is not False)

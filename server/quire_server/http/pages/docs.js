@@ -47,6 +47,8 @@ function bounds(schema) {
   return [...new Set(said)].join(", ");
 }
 
+const given = (value) => value === undefined || value === null ? "" : `${JSON.stringify(value)} by default`;
+
 // Names of the object schemas within a schema, so that they can be listed below it.
 function nested(schema, found = []) {
   if (!schema || typeof schema !== "object") return found;
@@ -79,7 +81,7 @@ function fields(schema) {
   const rows = entries.map(([name, field]) => [
     [code(name), required.has(name) ? " required" : ""],
     typeName(field),
-    [field.description, bounds(field)].filter(Boolean).join("; "),
+    [field.description, bounds(field), given(field.default)].filter(Boolean).join("; "),
   ]);
   return rows.length ? [table(["Field", "Type", "Meaning"], rows)] : [];
 }
