@@ -83,6 +83,7 @@ from quire_server.routes.dashboard import Feed
 from quire_server.routes.elsewhere import advice
 from quire_server.settings import Settings
 from quire_server.state import ServerState
+from quire_server.text.markdown import MarkdownRenderer
 
 ROUTERS = (
     completions.router,
@@ -145,6 +146,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.state.feed = Feed()
     app.state.deep_check = DeepCheck()
     app.state.watch = Watch(state)
+    app.state.markdown = MarkdownRenderer()
     app.state.requests = OpenRequests()
     app.state.batches = batches.batch_service(state, app, max_line_bytes=bodies.largest)
     for router in ROUTERS:
@@ -180,6 +182,7 @@ async def _lifespan(app: FastAPI, state: ServerState, collectors: Collectors) ->
         if service is not None:
             await asyncio.gather(*running, return_exceptions=True)
             await asyncio.to_thread(service.store.close)
+        await asyncio.to_thread(app.state.markdown.close)
         await asyncio.to_thread(state.metrics.usage.close)
         for each in state.every:
             each.text.close()

@@ -8,6 +8,7 @@ import pytest
 
 from quire_server.http.guard import PAGES
 from quire_server.routes.pages import _FILES
+from quire_server.text.markdown import MOST_CHARS, MOST_TEXTS
 from support.fakes import connect, listening, make_app
 
 pytestmark = pytest.mark.anyio
@@ -88,3 +89,21 @@ async def test_pages_are_not_part_of_the_described_api() -> None:
     async with connect(make_app()) as client:
         paths = (await client.get("/openapi.json")).json()["paths"]
     assert not {path for path in paths if path in PAGES or "pages" in path}
+
+
+async def test_markdown_is_rendered_for_who_may_ask() -> None:
+    """By the rules of every route that takes work: a key, no page of another site, bounded texts."""
+    app = make_app(api_key=("secret",))
+    key = {"authorization": "Bearer secret"}
+    async with connect(app) as client:
+        assert (await client.post("/pages/render", json={"texts": ["a"]})).status_code == 401
+        reply = await client.post("/pages/render", json={"texts": ["**a**", "`b`"]}, headers=key)
+        assert reply.json() == {"html": ["<p><strong>a</strong></p>\n", "<p><code>b</code></p>\n"]}
+        assert reply.headers["cache-control"] == "no-store"
+        for texts in (["a"] * (MOST_TEXTS + 1), ["a" * MOST_CHARS, "b"]):
+            reply = await client.post("/pages/render", json={"texts": texts}, headers=key)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (400, "text_too_long")
+    app.state.markdown.close()
+    async with connect(make_app()) as client:
+        reply = await client.post("/pages/render", json={"texts": ["a"]}, headers={"origin": "https://evil.example"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "origin_not_allowed")

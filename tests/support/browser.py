@@ -20,6 +20,26 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATIENCE = 30.0
+CODES = {"Enter": 13, "Escape": 27, "ArrowUp": 38, "ArrowDown": 40, "Tab": 9}
+
+# The least contrast of text with what lies behind it, by the formula of WCAG 2: 4.5 is its level AA.
+CONTRAST = """(() => {
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = (text) => rgb(text).slice(0, 3).map((v) => v / 255)
+    .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const colour = getComputedStyle(node).backgroundColor;
+      if ((rgb(colour)[3] ?? 1) > 0) return colour;
+    }
+  };
+  const ratios = [...document.querySelectorAll("body *")]
+    .filter((node) => node.checkVisibility() && [...node.childNodes].some((n) => n.nodeType === 3 && n.data.trim()))
+    .map((node) => [light(getComputedStyle(node).color), light(behind(node))].sort((a, b) => b - a))
+    .map(([high, low]) => (high + 0.05) / (low + 0.05));
+  return Math.min(...ratios);
+})()"""
 
 
 def find() -> str | None:
@@ -63,9 +83,7 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._ask(f"{domain}.enable")
         self.resize(*self._size)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if self._dark else "light"}
-        motion = {"name": "prefers-reduced-motion", "value": "reduce" if self._still else "no-preference"}
-        self._ask("Emulation.setEmulatedMedia", {"features": [scheme, motion]})
+        self.prefer(dark=self._dark)
         return self
 
     def __exit__(
@@ -108,9 +126,26 @@ class Browser:
         self._ask("Input.insertText", {"text": text})
 
     def press_enter(self) -> None:
-        key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
+        self.press("Enter")
+
+    def press(self, key: str, *, shift: bool = False) -> None:
+        """A key that is no letter, by its name in the DOM."""
+        sent: dict[str, object] = {"key": key, "code": key, "windowsVirtualKeyCode": CODES[key], "modifiers": 8 * shift}
+        if key == "Enter":
+            sent["text"] = "\r"
         for kind in ("keyDown", "keyUp"):
-            self._ask("Input.dispatchKeyEvent", {"type": kind, **key})
+            self._ask("Input.dispatchKeyEvent", {"type": kind, **sent})
+
+    def be_offline(self, is_offline: bool) -> None:
+        """Takes the page's network away, or gives it back."""
+        rates = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+        self._ask("Network.emulateNetworkConditions", {"offline": is_offline, **rates})
+
+    def prefer(self, *, dark: bool) -> None:
+        """Sets the colour scheme of the browser's user."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        motion = {"name": "prefers-reduced-motion", "value": "reduce" if self._still else "no-preference"}
+        self._ask("Emulation.setEmulatedMedia", {"features": [scheme, motion]})
 
     def click(self, selector: str) -> None:
         self.run(f"document.querySelector({json.dumps(selector)}).click()")

@@ -34,7 +34,10 @@ from quire_server.settings import ServerLimits
 PAGES = frozenset(
     {
         *("/", "/docs", "/dashboard", "/learn", "/favicon.ico"),
-        *("/pages/page.css", "/pages/icon.svg", "/pages/session.js", "/pages/chat.js", "/pages/docs.js"),
+        *("/pages/page.css", "/pages/icon.svg", "/pages/session.js", "/pages/docs.js"),
+        *("/pages/chat.css", "/pages/chat.js", "/pages/answer.js", "/pages/connect.js", "/pages/conversations.js"),
+        *("/pages/files.js", "/pages/markdown.js", "/pages/messages.js", "/pages/settings.js", "/pages/sidebar.js"),
+        "/pages/slow.js",
         *("/pages/dashboard.css", "/pages/dashboard.js", "/pages/charts.js", "/pages/requests.js"),
         *(
             "/pages/learn.css",

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from importlib.resources import files
+from typing import Annotated
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict
 
 from quire_server.errors import RouteNotFound
+from quire_server.http.body import json_body
+from quire_server.text.markdown import MarkdownRenderer
 
 router = APIRouter(include_in_schema=False)
 
@@ -33,6 +38,14 @@ _FILES = {
     for file in (files("quire_server.http") / "pages").iterdir()
     if file.name.rpartition(".")[2] in _TYPES
 }
+
+
+class Texts(BaseModel):
+    """Texts in markdown, as models write them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    texts: list[str]
 
 
 def _page(name: str) -> Response:
@@ -81,3 +94,11 @@ async def part(name: str) -> Response:
     if name not in _FILES or name.endswith(".html"):
         raise RouteNotFound("There is no such route.")
     return _page(name)
+
+
+@router.post("/pages/render")
+async def render(body: Annotated[Texts, json_body(Texts)], request: Request) -> Response:
+    """Make HTML of markdown for the chat: of whole answers, and of the part of one that is still growing."""
+    renderer: MarkdownRenderer = request.app.state.markdown
+    found = msgspec.json.encode({"html": await renderer.render(body.texts)})
+    return Response(found, media_type="application/json", headers={"cache-control": "no-store"})

@@ -1,169 +1,284 @@
-// The landing page: what is served, how to call it, and a chat that streams. All text from outside becomes text nodes.
+// The chat: one conversation is shown, at most one answer is written. Puts the parts together and knows them all.
 
-import { call, element, errorText, events, hasKey } from "./session.js";
+import { answer } from "./answer.js";
+import * as conversations from "./conversations.js";
+import { describe } from "./connect.js";
+import { Attached, withFiles } from "./files.js";
+import { View, renderAll } from "./messages.js";
+import { element } from "./session.js";
+import { FIRST, Models, Settings, toolsOf } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
 
-const log = document.getElementById("log");
-const form = document.getElementById("chat");
-const text = document.getElementById("text");
-const send = document.getElementById("send");
-const stop = document.getElementById("stop");
-const base = new URL(".", location.href).href.replace(/\/$/, "");
+const SAVE_MS = 1000; // between two savings of an answer that grows
+const HINT = "What you write is answered by the model that runs here.";
 
-let model = null;
-let history = [];
-let running = null; // the AbortController of the answer that is being written
+const byId = (id) => document.getElementById(id);
+const log = byId("log"), text = byId("text"), send = byId("send"), stop = byId("stop");
+const serving = byId("serving"), spoken = byId("spoken");
 
-for (const place of document.querySelectorAll("[data-origin]")) place.textContent = base;
+let shown = conversations.create({ ...FIRST, ...conversations.lastSettings() });
+let views = new Map(); // by the id of a message that is shown
+let running = null; // the answer that is written: its conversation, message and AbortController
+let recalled = 0; // how many messages back ArrowUp has gone
 
-async function describe() {
-  const reply = await call("v1/models");
-  if (!reply.ok) throw new Error(await errorText(reply));
-  const served = (await reply.json()).data[0];
-  model = served.id;
-  const length = served.max_model_len.toLocaleString("en");
-  document.getElementById("serving").replaceChildren(
-    "Serving ", element("strong", { textContent: model }), `, ${length} tokens of context.`);
-  document.title = `${model} – Quire`;
-  for (const place of document.querySelectorAll("[data-model]")) place.textContent = model;
-  if (hasKey()) {
-    document.getElementById("with-key").hidden = false;
-    for (const place of document.querySelectorAll("[data-key-line]")) place.hidden = false;
-    for (const place of document.querySelectorAll("[data-key]")) place.textContent = "your key";
+const attached = new Attached(byId("files"), (words) => { serving.textContent = words; });
+const settings = new Settings(byId("settings"), (changed) => {
+  shown.settings = changed;
+  conversations.keepSettings(changed);
+  if (shown.messages.length) keep(shown);
+});
+const models = new Models(byId("model"), (model) => {
+  if (!model) return;
+  settings.describe(model.default_sampling_params);
+  describe(model);
+  document.title = `${model.id} – Quire`;
+  serving.replaceChildren(`${model.max_model_len.toLocaleString("en")} tokens of context`);
+});
+const sidebar = new Sidebar({
+  current: () => shown.id,
+  open: (id) => { const found = stored(id); if (found) open(found); },
+  change: (id, change) => {
+    const found = stored(id);
+    change(found);
+    keep(found);
+    if (id === shown.id) named();
+  },
+  removed: (id) => {
+    if (running?.conversation.id === id) running.controller.abort();
+    if (id === shown.id) fresh();
+  },
+});
+
+// The conversation itself where it is in use: what is written goes on in that one.
+function stored(id) {
+  if (id === shown.id) return shown;
+  return id === running?.conversation.id ? running.conversation : conversations.load(id);
+}
+
+function keep(conversation) {
+  if (!conversations.save(conversation)) {
+    serving.textContent = "The browser's storage is full: this chat is lost when the page is closed. Export or delete some.";
   }
 }
 
-function bubble(role, label) {
-  log.querySelector(":scope > .hint")?.remove();
-  const body = element("div", { className: "text" });
-  const article = element("article", { className: role }, element("h3", { textContent: label }), body);
-  log.append(article);
-  return { article, body };
+function named() {
+  byId("title").textContent = conversations.titleOf(shown);
 }
 
 // Follow the text only while the reader is at its end.
 function following(change) {
-  const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+  const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
   change();
   if (atEnd) log.scrollTop = log.scrollHeight;
 }
 
-function thoughts(article, body) {
-  const inner = element("div", { className: "text" });
-  const summary = element("summary", { textContent: "Thinking…" });
-  article.insertBefore(element("details", {}, summary, inner), body);
-  return { inner, summary };
-}
+const acts = {
+  edit: (message, words) => {
+    if (!words && !message.files?.length) return;
+    ask(conversations.parentOf(shown, message), { role: "user", content: words, files: message.files });
+  },
+  retry: (message) => write(conversations.parentOf(shown, message), message.problem && !message.content ? message : null),
+  proceed: (message) => write(conversations.parentOf(shown, message), message),
+  branch: (message) => {
+    const made = conversations.branch(shown, message);
+    keep(made);
+    open(made);
+  },
+  choose: (message) => {
+    conversations.select(shown, message);
+    keep(shown);
+    draw();
+    log.querySelector(`[data-id="${message.id}"] .acts button`)?.focus();
+  },
+  results: (message, texts) => {
+    let last = message;
+    message.calls.forEach((call, index) => {
+      last = conversations.add(shown, last, { role: "tool", content: texts[index], call: call.id });
+    });
+    write(last, null);
+  },
+};
 
-async function answer(article, body) {
-  const started = performance.now();
-  const reply = await call("v1/chat/completions", {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ model, messages: history, stream: true, stream_options: { include_usage: true } }),
-    signal: running.signal,
-  });
-  if (!reply.ok) throw new Error(await errorText(reply));
-  let said = "", thinking = null, usage = null, why = null;
-  try {
-    for await (const event of events(reply)) {
-      if (event.error) throw new Error(event.error.message);
-      usage = event.usage ?? usage;
-      const choice = event.choices?.[0];
-      if (!choice) continue;
-      why = choice.finish_reason ?? why;
-      const thought = choice.delta?.reasoning ?? choice.delta?.reasoning_content;
-      const part = choice.delta?.content;
-      following(() => {
-        if (thought) {
-          thinking ??= thoughts(article, body);
-          thinking.inner.append(thought);
-        }
-        if (part) {
-          if (thinking) thinking.summary.textContent = "Thoughts";
-          said += part;
-          body.append(part);
-        }
-      });
-    }
-  } finally {
-    if (thinking) thinking.summary.textContent = "Thoughts";
-    if (said) history.push({ role: "assistant", content: said });
-  }
-  const seconds = (performance.now() - started) / 1000;
-  const notes = [];
-  if (usage) notes.push(`${usage.completion_tokens} tokens in ${seconds.toFixed(1)} s`);
-  if (why === "length") notes.push("ended at the length limit");
-  if (notes.length) following(() => article.append(element("p", { className: "hint small", textContent: notes.join(", ") })));
-}
-
-async function submit() {
-  const message = text.value.trim();
-  if (!message || running) return;
-  running = new AbortController();
-  send.hidden = true;
-  stop.hidden = false;
-  text.value = "";
-  history.push({ role: "user", content: message });
-  const length = history.length;
-  bubble("user", "You").body.append(message);
-  const { article, body } = bubble("assistant", model ?? "Model");
-  article.setAttribute("aria-busy", "true");
+function draw() {
+  named();
+  const path = conversations.path(shown);
+  views = new Map(path.map((message, index) => {
+    if (running?.view.message === message) return [message.id, running.view];
+    const list = conversations.siblings(shown, message);
+    const versions = { list, index: list.indexOf(message), answered: index < path.length - 1 };
+    return [message.id, new View(message, versions, acts, following)];
+  }));
+  const articles = [...views.values()].map((view) => view.article);
+  log.replaceChildren(...(articles.length ? articles : [element("p", { className: "hint", textContent: HINT })]));
   log.scrollTop = log.scrollHeight;
+  renderAll([...views.values()]).then(() => { log.scrollTop = log.scrollHeight; });
+  sidebar.draw();
+}
+
+function open(conversation) {
+  shown = conversation;
+  recalled = 0;
+  settings.show(shown.settings);
+  models.choose(conversations.path(shown).findLast((message) => message.model)?.model);
+  history.replaceState(null, "", shown.messages.length ? `#${shown.id}` : location.pathname + location.search);
+  closeChats();
+  draw();
+  text.focus();
+}
+
+const fresh = () => open(conversations.create({ ...FIRST, ...conversations.lastSettings() }));
+
+// What the model is asked for a message that follows `parent`.
+function bodyOf(parent, beginning) {
+  const before = [];
+  for (let at = parent; at; at = conversations.parentOf(shown, at)) before.unshift(at);
+  const messages = before.map((message) => {
+    if (message.role === "tool") return { role: "tool", content: message.content, tool_call_id: message.call };
+    if (message.role === "user") return { role: "user", content: withFiles(message) };
+    const calls = message.calls?.map((call) => ({ id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } }));
+    return { role: "assistant", content: message.content, ...(calls ? { tool_calls: calls } : {}) };
+  }).filter((message) => message.content || message.tool_calls || message.role === "tool");
+  const { system, sampling, tools } = shown.settings;
+  if (system?.trim()) messages.unshift({ role: "system", content: system });
+  const body = { model: models.chosen?.id, messages, ...sampling };
+  const list = toolsOf(tools);
+  if (list) body.tools = list;
+  if (beginning) {
+    messages.push({ role: "assistant", content: beginning });
+    Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
+  }
+  return body;
+}
+
+function busy(is) {
+  send.hidden = is;
+  stop.hidden = !is;
+  if (!is && [document.body, stop, send, null].includes(document.activeElement)) text.focus();
+}
+
+// Has the model write a message after `parent`: a new version, or what is missing of `message`.
+async function write(parent, message) {
+  if (running) return;
+  const conversation = shown;
+  const target = message ?? conversations.add(conversation, parent, { role: "assistant" });
+  for (const name of ["problem", "wait", "finish", "stats"]) delete target[name];
+  target.model = models.chosen?.id ?? target.model;
+  const list = conversations.siblings(conversation, target);
+  const view = new View(target, { list, index: list.indexOf(target), answered: false }, acts, following);
+  running = { conversation, message: target, view, controller: new AbortController() };
+  busy(true);
+  keep(conversation);
+  history.replaceState(null, "", `#${conversation.id}`);
+  view.begin();
+  draw();
+  spoken.textContent = "The model is answering.";
+  await stream(running, parent);
+  running = null;
+  busy(false);
+  keep(conversation);
+  await view.end();
+  spoken.textContent = target.problem ?? (view.body.textContent || "The answer is empty.");
+  if (target.problem?.startsWith("The server cannot be reached")) serving.textContent = "The server does not answer.";
+  sidebar.draw();
+}
+
+async function stream({ conversation, message, view, controller }, parent) {
+  let saved = performance.now();
+  const grown = () => {
+    view.grow();
+    if (performance.now() - saved < SAVE_MS) return;
+    saved = performance.now();
+    keep(conversation);
+  };
   try {
-    await answer(article, body);
+    await answer(message, bodyOf(parent, message.content), { signal: controller.signal, grown, tell: (words) => view.tell(
+      words && `${words} The answer goes on by itself when it can.`) });
   } catch (error) {
-    const stopped = error.name === "AbortError";
-    const said = stopped ? "Stopped." : error.message || "The connection was lost.";
-    following(() => article.append(element("p", { className: stopped ? "hint small" : "problem", textContent: said })));
-    if (history.length === length && history.at(-1)?.content === message) {
-      history.pop(); // without an answer the question is asked anew
-      if (!text.value) text.value = message;
-    }
-  } finally {
-    article.removeAttribute("aria-busy");
-    running = null;
-    stop.hidden = true;
-    send.hidden = false;
-    text.focus();
+    if (error.name === "AbortError") message.finish = "stopped";
+    else Object.assign(message, { problem: error.message, ...(error.seconds ? { wait: error.seconds } : {}) });
   }
 }
 
-form.addEventListener("submit", (event) => { event.preventDefault(); submit(); });
+function ask(parent, fields) {
+  if (running) return;
+  write(conversations.add(shown, parent, fields), null);
+}
+
+function submit() {
+  const words = text.value.trim();
+  if (running || (!words && !attached.files.length)) return;
+  const files = attached.take();
+  text.value = "";
+  recalled = 0;
+  fit();
+  ask(conversations.path(shown).at(-1) ?? null, { role: "user", content: words, ...(files.length ? { files } : {}) });
+}
+
+// The last messages come back with ArrowUp, as in a shell.
+function recall(step) {
+  const said = conversations.path(shown).filter((message) => message.role === "user");
+  const next = recalled + step;
+  if (next < 0 || next > said.length) return;
+  recalled = next;
+  text.value = recalled ? said.at(-recalled).content : "";
+  text.setSelectionRange(0, 0);
+  fit();
+}
+
+function fit() {
+  text.rows = Math.min(10, text.value.split("\n").length);
+}
+
+function closeChats() {
+  document.body.classList.remove("chats-open");
+  byId("open-chats").setAttribute("aria-expanded", "false");
+}
+
+byId("chat").addEventListener("submit", (event) => { event.preventDefault(); submit(); });
+text.addEventListener("input", () => { recalled = 0; fit(); });
 text.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); submit(); }
+  if (event.isComposing) return;
+  const free = !text.value || recalled > 0;
+  if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); submit(); }
+  if (event.key === "ArrowUp" && free && text.selectionStart === 0) { event.preventDefault(); recall(1); }
+  if (event.key === "ArrowDown" && recalled > 0 && text.selectionStart === 0) { event.preventDefault(); recall(-1); }
 });
-stop.addEventListener("click", () => running?.abort());
-document.getElementById("new").addEventListener("click", () => {
-  running?.abort();
-  history = [];
-  log.replaceChildren();
+addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+  running?.controller.abort();
+  closeChats();
+});
+addEventListener("pagehide", () => { if (running) keep(running.conversation); });
+stop.addEventListener("click", () => running?.controller.abort());
+byId("new").addEventListener("click", fresh);
+byId("open-chats").addEventListener("click", () => {
+  const is = document.body.classList.toggle("chats-open");
+  byId("open-chats").setAttribute("aria-expanded", String(is));
+});
+byId("open-settings").addEventListener("click", () => byId("settings").showModal());
+byId("open-connect").addEventListener("click", () => byId("connect").showModal());
+byId("attach").addEventListener("click", () => byId("attach-file").click());
+byId("attach-file").addEventListener("change", async ({ target }) => {
+  await attached.add(target.files);
+  target.value = "";
   text.focus();
 });
 
-// Links to what needs the key are shown here when there is one: the browser itself would not send it.
-const dialog = document.getElementById("shown");
-for (const link of document.querySelectorAll("[data-keyed]")) {
-  link.addEventListener("click", async (event) => {
-    if (!hasKey()) return;
-    event.preventDefault();
-    const reply = await call(link.getAttribute("href"));
-    dialog.querySelector("pre").textContent = reply.ok ? JSON.stringify(await reply.json(), null, 2) : await errorText(reply);
-    dialog.showModal();
-  });
-}
-
-for (const button of document.querySelectorAll("[data-copy]")) {
-  button.addEventListener("click", async () => {
-    const source = document.getElementById(button.dataset.copy);
+// Until there is a model: a server that starts answers with what it does.
+async function begin() {
+  for (let wait = 500; ; wait = Math.min(2 * wait, 5000)) {
     try {
-      await navigator.clipboard.writeText(source.innerText);
-      button.textContent = "Copied";
-    } catch { // no clipboard without https: the text is selected instead
-      getSelection().selectAllChildren(source);
-      button.textContent = "Selected";
+      await models.load();
+      return;
+    } catch (error) {
+      serving.textContent = error instanceof TypeError ? "The server cannot be reached; trying again." : error.message;
+      if (error.status && error.status !== 503) return;
     }
-    setTimeout(() => { button.textContent = "Copy"; }, 2000);
-  });
+    await new Promise((resolve) => setTimeout(resolve, wait));
+  }
 }
 
-describe().catch((error) => { document.getElementById("serving").textContent = error.message; });
+const linked = conversations.load(location.hash.slice(1));
+if (linked) open(linked);
+else fresh();
+begin().then(() => models.choose(conversations.path(shown).findLast((message) => message.model)?.model));

@@ -18,6 +18,16 @@ function store(key) {
 
 export const hasKey = () => Boolean(stored());
 
+const bearer = (key) => `Bearer ${String.fromCharCode(...new TextEncoder().encode(key))}`;
+
+// A question for the operator alone: with the admin key of this tab, if the dashboard has asked for it. Never asks for one.
+export function callAsOperator(path) {
+  let key = null;
+  try { key = sessionStorage.getItem("quire-admin-key"); } catch { /* there is none */ }
+  key ??= stored();
+  return fetch(path, key ? { headers: { Authorization: bearer(key) } } : {});
+}
+
 // Shows the field for the key; resolves when one was entered.
 export function askForKey(reason) {
   form.hidden = false;
@@ -43,7 +53,7 @@ export async function call(path, options = {}) {
     const key = stored();
     const headers = { ...options.headers };
     // Header values are Latin-1 in fetch: a key with other letters goes out as the bytes of its UTF-8.
-    if (key) headers.Authorization = `Bearer ${String.fromCharCode(...new TextEncoder().encode(key))}`;
+    if (key) headers.Authorization = bearer(key);
     const reply = await fetch(path, { ...options, headers });
     if (reply.status !== 401) return reply;
     // Of several calls that were refused together the later ones use the key that was entered meanwhile.
@@ -51,11 +61,18 @@ export async function call(path, options = {}) {
   }
 }
 
-// The error's own words, whatever came.
-export async function errorText(reply) {
+// The error's own words, whatever came, and its code.
+export async function problemOf(reply) {
   const text = await reply.text();
-  try { return JSON.parse(text).error.message; } catch { return text || `The server answered ${reply.status}.`; }
+  try {
+    const { message, code } = JSON.parse(text).error;
+    return { message, code };
+  } catch {
+    return { message: text || `The server answered ${reply.status}.`, code: null };
+  }
 }
+
+export const errorText = async (reply) => (await problemOf(reply)).message;
 
 // The data of each server-sent event. Comments (keep-alive) are skipped; [DONE] ends it.
 export async function* events(reply) {
