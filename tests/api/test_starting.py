@@ -90,6 +90,17 @@ async def test_everything_else_comes_back_later(method: str, path: str) -> None:
             assert reply.headers["retry-after"]
 
 
+async def test_a_browser_gets_a_page_that_asks_again() -> None:
+    async with starting(root_path="/llm") as client:
+        for path in ("/", "/llm/dashboard"):
+            reply = await client.get(path, headers={"accept": "text/html,*/*;q=0.8"})
+            assert reply.status_code == 503
+            assert reply.headers["content-type"].startswith("text/html")
+            assert reply.headers["refresh"] == "2"
+            assert "reading weights, 50 %" in reply.text
+            assert "<script" not in reply.text
+
+
 async def test_each_but_a_probe_is_told_of() -> None:
     told: list[Reply] = []
     async with starting(told=told) as client:

@@ -1,5 +1,7 @@
 """The application while the model is loaded: probes report the progress, all other requests get a 503.
 
+Of a page a browser gets one that says so and opens it by itself later.
+
 It has no heavy imports, so that the port listens before anything is loaded.
 """
 
@@ -8,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING
 
-from starlette.responses import JSONResponse, Response
+from starlette.datastructures import Headers
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire_server.errors import NotReady, error_body
@@ -29,6 +33,12 @@ if TYPE_CHECKING:
 
 LOADING = "loading"
 _READY_PATHS = frozenset({"/health", "/health/ready", "/ping"})
+_PAGES = frozenset({"/", "/docs", "/dashboard", "/learn"})
+_PAGE = (
+    '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
+    '<meta name="viewport" content="width=device-width, initial-scale=1"><title>Quire is starting</title></head>'
+    "<body><h1>Quire is starting</h1><p>{}</p><p>This page opens by itself.</p></body></html>"
+)
 _SOON = 2.0  # seconds to wait where nothing is known
 
 
@@ -83,7 +93,15 @@ class Starting:
         error = NotReady(
             f"The model is being loaded: {progress}.", retry_after_seconds=progress.remaining_seconds, code=LOADING
         )
+        if path in _PAGES and "text/html" in Headers(scope=scope).get("accept", ""):
+            return _waiting_page(error)
         return _probed(error, progress) if path in _READY_PATHS else error_reply(error, scope)
+
+
+def _waiting_page(error: NotReady) -> Response:
+    """The reply to a browser, which asks again in a moment."""
+    headers = {"refresh": f"{_SOON:g}", "cache-control": "no-store", "content-security-policy": "default-src 'none'"}
+    return HTMLResponse(_PAGE.format(escape(error.message)), error.status, {**error.headers, **headers})
 
 
 def _probed(error: NotReady, progress: StartProgress) -> Response:

@@ -45,7 +45,7 @@ export class Pool {
     if (this.place.childElementCount !== count) this.place.replaceChildren(...this.squares.slice(0, count));
     for (let block = 0; block < count; block += 1) this.#square(block, holders.get(block), cached.has(block));
     this.before = new Set(holders.keys());
-    const more = pool.num_blocks > count ? ` The first ${number(count)} are shown.` : "";
+    const more = pool.num_blocks > count ? ` The first ${number(count)} are shown; a server with --kv-memory 1MiB has a pool whose blocks are all seen.` : "";
     const used = pool.num_blocks - pool.num_free - pool.num_cached;
     const text = `${number(pool.num_blocks)} blocks of ${pool.block_size} tokens: ${number(used)} used, ${number(pool.num_shared)} of them shared`
       + ` (which saves ${number(pool.num_saved)}), ${number(pool.num_cached)} cached, ${number(pool.num_free)} free.${more}`;

@@ -15,7 +15,7 @@ function table(request) {
 }
 
 async function account(message) {
-  const reply = await callAsOperator(`debug/requests/${encodeURIComponent(message.request)}`);
+  const reply = await callAsOperator(`debug/requests/${encodeURIComponent(message.request)}?model=${encodeURIComponent(message.model ?? "")}`);
   if (reply.status === 401 || reply.status === 403) {
     return [element("p", { textContent: "Only the operator may ask: enter the admin key on the dashboard, in this tab." })];
   }
