@@ -90,6 +90,7 @@ test-e2e: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m e2e tests/e2e $(ARGS)
 
 # The SDKs, frameworks and coding agents that people use, unmodified and newest, against the embedded model; installs them.
+# aider pins what it depends on, so it has an environment of its own.
 client-test: $(VENV)/.serve .venv-clients/.complete
 	SERVER_PYTHON=$(CURDIR)/$(BIN)/python .venv-clients/bin/python -m pytest tests/clients $(ARGS)
 
@@ -97,8 +98,10 @@ client-test: $(VENV)/.serve .venv-clients/.complete
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check uv
 	.venv-clients/bin/uv pip install --quiet --python .venv-clients/bin/python -r tests/clients/requirements.txt
+	.venv-clients/bin/uv venv --quiet --allow-existing --python '>=3.10,<3.13' .venv-clients/aider
+	.venv-clients/bin/uv pip install --quiet --python .venv-clients/aider/bin/python aider-chat
 	npm install --prefix tests/clients --no-save --no-package-lock --no-audit --no-fund --loglevel=error \
-	  openai ai @ai-sdk/openai-compatible @anthropic-ai/sdk ollama zod @anthropic-ai/claude-code @openai/codex opencode-ai
+	  openai ai @ai-sdk/openai-compatible @anthropic-ai/sdk ollama zod @anthropic-ai/claude-code @openai/codex opencode-ai @continuedev/openai-adapters
 	touch $@
 
 # Every architecture of transformers, tiny and random, served by its code and held against it; writes docs/models.md.

@@ -17,6 +17,7 @@ from typing import Any
 import claude_agent_sdk
 import pytest
 
+from clients import page
 from clients.conftest import KEY, MODEL
 from clients.weather import DESCRIPTION, QUESTION, SCHEMA, get_weather
 from e2e.served import Served
@@ -169,16 +170,9 @@ def test_claude_code_alone(short: Served, tmp_path: Path) -> None:
 
 
 def test_opencode(short: Served, tmp_path: Path) -> None:
-    """Of a server `get` and its tool `weather` it makes `get_weather`, which the model knows."""
-    options = {"baseURL": f"{short.url}/v1", "apiKey": KEY}
-    model = {"name": MODEL, "tool_call": True, "limit": {"context": 2048, "output": 512}}
-    provider = {"npm": "@ai-sdk/openai-compatible", "name": "quire", "options": options, "models": {MODEL: model}}
-    config = {
-        "provider": {"quire": provider},
-        "model": f"quire/{MODEL}",
-        "small_model": f"quire/{MODEL}",
-        "mcp": {"get": {"type": "local", "command": ["node", WEATHER, "weather"], "enabled": True}},
-    }
+    """With the page's configuration. Of a server `get` and its tool `weather` it makes `get_weather`."""
+    config = page.configuration("opencode", short)
+    config["mcp"] = {"get": {"type": "local", "command": ["node", WEATHER, "weather"], "enabled": True}}
     (tmp_path / "own.json").write_text(json.dumps(config))
     events = run(
         tmp_path,
