@@ -6,7 +6,8 @@
 
 A group is `project`, `build` (the build backend), or a name of pyproject.toml's optional dependencies or dependency
 groups. pip checks hashes only where each package of a list has one, and the list depends on the machine and on its
-build of torch. So pip resolves the list by the pinned versions alone, and installs it by their hashes.
+build of torch. So pip resolves the list by the pinned versions alone, and installs it by their hashes, some packages
+at a time with a line for each part, since all of them take minutes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 # Built for CPUs or other CUDAs by their own index, under a local version (2.13.0+cpu) that the public index refuses
 # to all: the lock cannot know those files, so pip's configuration vouches for them, and for no other package.
 OWN_BUILDS = ("torch",)
+AT_ONCE = 16  # packages that one line of the progress names
 PIN = re.compile(r"^([\w.-]+)==([\w.!+-]+)([^\n\\]*)((?:\\\n\s*--hash=\S+\s*)*)", re.MULTILINE)
 
 
@@ -111,21 +114,37 @@ def _by_hashes(
     planning: Sequence[str] = (),
 ) -> int:
     pins = read_pins(lock.read_text(encoding="utf-8"))
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         versions, report, files = (Path(folder, name) for name in ("versions.txt", "report.json", "files.txt"))
         versions.write_text("\n".join(pin.requirement for pin in pins.values()), encoding="utf-8")
+        _say(f"{command[0]}: finding the pinned packages of {', '.join(groups)}")
         plan = ("--dry-run", *planning, "--report", str(report), "--constraint", str(versions))
         if code := _pip("install", *plan, *wanted(project, groups), *arguments):
             return code
         found = [each["metadata"] for each in json.loads(report.read_text(encoding="utf-8"))["install"]]
         lines, own = hashed(((each["name"], each["version"]) for each in found), pins)
-        files.write_text("\n".join(lines), encoding="utf-8")
         if own:
-            print(f"{', '.join(own)}: not the public index's, taken as pip's configuration has it", file=sys.stderr)
+            _say(f"{', '.join(own)}: not the public index's, taken as pip's configuration has it")
             if code := _pip(*command, "--no-deps", *own, *arguments):
                 return code
-        by_hash = ("--require-hashes", "--no-deps", "--requirement", str(files))
-        return _pip(*command, *by_hash, *arguments) if lines else 0
+        for at, part in enumerate(_parts(lines)):
+            names = ", ".join(line.partition("==")[0] for line in part)
+            _say(f"{command[0]}: {min(len(lines), (at + 1) * AT_ONCE)} of {len(lines)} packages: {names}")
+            files.write_text("\n".join(part), encoding="utf-8")
+            by_hash = ("--require-hashes", "--no-deps", "--requirement", str(files))
+            if code := _pip(*command, *by_hash, *arguments):
+                return code
+        _say(f"{command[0]}: {len(lines) + len(own)} packages in {time.monotonic() - started:.0f} s")
+        return 0
+
+
+def _parts(lines: Sequence[str]) -> list[Sequence[str]]:
+    return [lines[start : start + AT_ONCE] for start in range(0, len(lines), AT_ONCE)]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _pip(*arguments: str) -> int:

@@ -46,6 +46,8 @@ def test_a_file_with_its_hash_is_installed(project: Path) -> None:
     done = install(project, f"tiny==1.0 \\\n    --hash=sha256:{'0' * 64} \\\n    --hash=sha256:{digest}\n")
     assert done.returncode == 0, done.stderr
     assert (project / "site/tiny.py").exists()
+    assert "install: 1 of 1 packages: tiny\n" in done.stderr, "which part is being installed"
+    assert "install: 1 packages in " in done.stderr
 
 
 def test_a_file_with_another_hash_is_not(project: Path) -> None:
@@ -58,7 +60,7 @@ def test_a_file_with_another_hash_is_not(project: Path) -> None:
 @pytest.mark.parametrize("lock", ["", "tiny==1.0\n"], ids=["not pinned", "without a hash"])
 def test_what_the_lock_does_not_know_is_not_installed(project: Path, lock: str) -> None:
     done = install(project, lock)
-    assert (done.returncode, done.stderr) == (
+    assert (done.returncode, done.stderr.splitlines(keepends=True)[-1]) == (
         1,
         "locked.py: tiny 1.0 is not in the lock with a hash; `make lock` writes it\n",
     )
