@@ -29,7 +29,7 @@ _OF_LINKS = {
     "cluster-key-file": "the key that it shares with fronts",
     "engine-tls-cert": "a certificate for links to it",
     "engine-tls-key": "the private key of that",
-    "engine-tls-ca": "certificates of those who sign for nodes",
+    "engine-tls-ca": "certificate authorities of the nodes",
 }
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 

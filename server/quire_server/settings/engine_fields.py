@@ -71,10 +71,10 @@ class EngineFields(BaseModel):
         "auto", "Model", "type of weights and KV cache; auto is the checkpoint's own, on a CPU bfloat16 for float16"
     )
     ignore_config_keys: Names = option(
-        (), "Model", "keys of config.json that do not matter, though the model's family does not know them"
+        (), "Model", "unknown keys of config.json to ignore instead of refusing the model"
     )
     model_impl: Annotated[ModelImplementation, BeforeValidator(synonym_of("model_impl"))] = option(
-        "auto", "Model", "whose code computes the model: native is ours, auto ours where it can"
+        "auto", "Model", "model implementation: native (Quire), transformers, or auto (native if supported)"
     )
     kernels: KernelChoice = option("auto", "Model", "implementation of the model's operations")
     cpu_variant: CpuVariant | None = option(
@@ -83,7 +83,7 @@ class EngineFields(BaseModel):
     attention: AttentionChoice = option(
         "auto",
         "Model",
-        "who computes attention on a GPU: our kernels (auto, triton) or an installed library (flash-attn)",
+        "attention on a GPU: Quire's kernels (auto, triton) or an installed library (flash-attn)",
     )
     quantization: Quantization | None = option(
         None, "Model", "weights held as int8 or int4, converted at load; C++ or Triton kernels"
@@ -208,7 +208,7 @@ class EngineFields(BaseModel):
         " priority: lower first; lpm: longest cached prefix first; dlpm: the same, fairly among tenants",
     )
     preemption_victim: VictimName = option(
-        LIMITS.preemption_victim, "Scheduling", "who gives up its memory first when it runs out"
+        LIMITS.preemption_victim, "Scheduling", "which request is preempted when memory runs out"
     )
     async_scheduling: AsyncScheduling = option(
         "auto",
@@ -218,7 +218,7 @@ class EngineFields(BaseModel):
     speculation: Speculation = option(
         "off",
         "Scheduling",
-        "guess tokens by own words (suffix, auto), earlier outputs (outputs), model:DIR or eagle:DIR",
+        "speculative decoding: suffix or auto (own text), outputs (earlier outputs), model:DIR or eagle:DIR",
     )
     max_num_queued_reqs: Annotated[int, Field(ge=0)] = option(
         256, "Scheduling", "choices that may wait beyond the --max-num-seqs that run; more get 429"

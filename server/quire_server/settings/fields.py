@@ -121,7 +121,7 @@ class Settings(ServerFields, EngineFields, BaseSettings):
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             yield "--ssl-keyfile and --ssl-ca-certs need --ssl-certfile, else nothing is encrypted"
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
-            yield "--ssl-cert-reqs needs --ssl-ca-certs: whose certificates of clients are good"
+            yield "--ssl-cert-reqs needs --ssl-ca-certs, the authorities of client certificates"
         try:
             _ = self.first_keys  # reads and checks the files
         except (SettingsError, ValueError) as error:

@@ -67,7 +67,7 @@ class ServerFields(BaseModel):
     ssl_certfile: Path | None = option(None, "Listening", "certificate and its chain (PEM); clients then speak HTTPS")
     ssl_keyfile: Path | None = option(None, "Listening", "private key, when it is not in --ssl-certfile")
     ssl_keyfile_password: str | None = option(None, "Listening", "password of the private key", secret=True)
-    ssl_ca_certs: Path | None = option(None, "Listening", "certificates of those who may vouch for clients")
+    ssl_ca_certs: Path | None = option(None, "Listening", "certificate authorities for client certificates")
     ssl_cert_reqs: Annotated[int, Field(ge=0, le=2)] = option(
         0, "Listening", "certificates of clients: 0 none, 1 checked when brought, 2 required"
     )
@@ -111,7 +111,7 @@ class ServerFields(BaseModel):
         15.0, "Streaming", "a silent stream gets a comment line this often; 0 is never", "s"
     )
     client_write_timeout: PositiveSeconds = option(
-        60.0, "Streaming", "who takes less than 64 bytes/s of what waits for it, over this time, is cut off", "s"
+        60.0, "Streaming", "disconnect a client that reads slower than 64 bytes/s for this long", "s"
     )
 
     # -- Lifetime
@@ -127,7 +127,7 @@ class ServerFields(BaseModel):
         "which replica gets a request: by its predicted first token, cached prefix included",
     )
     replica_silence: PositiveSeconds = option(
-        2.0, "Lifetime", "a replica without a sign of life for so long is given up; with several replicas", "s"
+        2.0, "Lifetime", "a replica that sends no heartbeat for this long is given up; with several replicas", "s"
     )
     failover_wait: Seconds = option(
         30.0, "Lifetime", "streams wait this long for a replica when none is left, then end with replica_lost", "s"
@@ -135,7 +135,7 @@ class ServerFields(BaseModel):
     model_turn: PositiveSeconds = option(
         15.0,
         "Lifetime",
-        "a busy model keeps its memory so long before its requests are held for another",
+        "a busy model keeps its memory this long before it makes room for another",
         "s",
     )
     drain_timeout: Seconds = option(30.0, "Lifetime", "after SIGTERM, running requests get this long to finish", "s")
@@ -162,12 +162,12 @@ class ServerFields(BaseModel):
         None, "Nodes", "HOST:PORT at which other nodes reach --kv-listen; default: the same"
     )
     kv_transport: KVTransport = option(
-        "tcp", "Nodes", "of `quire engine`: how KV blocks travel; all but tcp are extras"
+        "tcp", "Nodes", "of `quire engine`: transport of KV blocks; all but tcp need an extra"
     )
     kv_trust_network: bool = option(
         False,
         "Nodes",
-        "of `quire engine`: nobody else is on the nodes' network; all but tcp need that",
+        "of `quire engine`: the nodes' network is private; transports other than tcp need that",
     )
     role: Role = option(
         "both",
@@ -181,11 +181,11 @@ class ServerFields(BaseModel):
         None, "Nodes", "certificate and its chain (PEM) for links between fronts and nodes; needed beyond this machine"
     )
     engine_tls_key: Path | None = option(None, "Nodes", "private key of --engine-tls-cert")
-    engine_tls_ca: Path | None = option(None, "Nodes", "certificates of those who sign for fronts and nodes")
+    engine_tls_ca: Path | None = option(None, "Nodes", "certificate authorities of fronts and nodes")
 
     # -- Observing
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(synonym_of("log_level"))] = (
-        option("info", "Observing", "least level logged")
+        option("info", "Observing", "lowest level that is logged")
     )
     log_format: Literal["text", "json"] = option("text", "Observing", "json is one object per line")
     log_stats_interval: Seconds = option(
@@ -212,7 +212,7 @@ class ServerFields(BaseModel):
     enable_fault_injection: FaultList = option(
         "",
         "Observing",
-        "faults to suffer, such as step.raise@5,oom@seed=7: a test's; see Faults for tests; loopback only",
+        "faults to inject, such as step.raise@5,oom@seed=7; for tests, see Faults for tests; loopback only",
     )
     dry_run: bool = option(False, "Observing", "print the memory plan and exit")
     config: Path | None = option(None, "Observing", "YAML file with any of these settings")
