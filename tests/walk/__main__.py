@@ -13,6 +13,7 @@ import time
 
 from e2e.served import Served
 from support.workers import workers
+from walk.live import KINDS, without_row
 from walk.scene import SMALL, START_SECONDS, golden_of, scene
 from walk.trials import FAULTS, RECORD, Part, Trial
 
@@ -44,7 +45,11 @@ def main() -> int:
     parts = [each for each in workers() if not wanted or any(each.name.startswith(name) for name in wanted)]
     with Served(*SMALL, start_seconds=START_SECONDS) as server:
         golden = asyncio.run(golden_of(server))
-    broken = sum(walk(f"{each.kind} {each.name}", RECORD[each.kind, each.name], golden) for each in parts)
+    without = [] if wanted else [f"{kind}: {each}" for kind in KINDS for each in without_row(kind)]
+    print("\n".join(f"BROKEN   no row: {each}" for each in without), flush=True)
+    broken = len(without) + sum(
+        walk(f"{each.kind} {each.name}", RECORD[each.kind, each.name], golden) for each in parts
+    )
     tried = sum(isinstance(trial, Trial) for each in parts for trial in RECORD[each.kind, each.name].values())
     print(f"{len(parts)} parts, {tried} faults, {broken} with another end than the table says")
     return 1 if broken or not parts else 0
