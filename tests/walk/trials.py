@@ -555,7 +555,7 @@ RECORD: dict[tuple[str, str], Part] = {
     ),
     ("task", "api-servers-watch"): thread(
         exception=planted(
-            "quire_server.engine.own_pauses:OwnPauses.look",
+            "quire_engine.own_pauses:OwnPauses.look",
             "raise",
             _silent_api_server_after_failure,
             *SERVERS,
