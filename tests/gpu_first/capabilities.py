@@ -35,7 +35,7 @@ CAPABILITIES: Mapping[str, tuple[str, ...]] = {
     "heads of 512, other families": _kernels("families"),
     "mixtures of experts": _kernels("experts"),
     "GPTQ, AWQ, FP8 as stored": (*_kernels("stored_product"), "stored formats"),
-    "`--quantization int8` and `int4`": _kernels("quantise"),
+    "weights converted to int8 and int4": _kernels("quantise"),
     "LoRA adapters": (*_kernels("low_rank"), "adapters"),
     "guessed tokens": ("guessed tokens",),
     "NCCL with one rank": ("NCCL with one rank",),
