@@ -212,3 +212,13 @@ async def test_none_of_it_is_for_clients(method: str, path: str) -> None:
     async with connect(make_app(state), headers=page) as client:
         assert (await client.request(method, path)).status_code == 403
         assert not state.draining
+
+
+@pytest.mark.parametrize("level", [True, "1", 1.5, 0, 3, None])
+async def test_a_level_of_sleep_is_one_or_two(level: object) -> None:
+    async with operated() as it:
+        refused = await it.client.post("/admin/sleep", json={"model": it.state.model_names[0], "level": level})
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["param"] == "level"
+        taken = await it.client.post("/admin/sleep", json={"model": it.state.model_names[0], "level": 2})
+        assert taken.json()["error"]["code"] == "one_model"

@@ -67,3 +67,14 @@ def test_what_cannot_be_read_is_a_bad_request_and_a_lost_reader_is_none():
             await ServedAdapters().load("sql", "/ab")
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../b", ".", "a//b", "/a"])
+def test_a_name_that_leads_elsewhere_is_refused_before_anything_is_read(name: str):
+    async def body() -> None:
+        adapters = absent(ModelLoadError("this is not to be read"))
+        with pytest.raises(BadRequest, match="only dots") as refused:
+            await adapters.load(name, "/ab")
+        assert refused.value.param == "lora_name"
+
+    asyncio.run(body())

@@ -37,7 +37,7 @@ async def _received(*waits: float) -> Message:
         declared=2,
         hold=BodyHold(BodyBudget(1000)),
         body_seconds=SECONDS,
-        pauses=OwnPauses(0.5, clock=lambda: now),
+        pauses=OwnPauses(0.001, clock=lambda: now),
     )
     return await exchange.receive()
 
