@@ -236,7 +236,7 @@ SGLANG = Server(
         setting_row("--max-loaded-loras", "max_cpu_loras"),
         setting_row("--speculative-draft-model-path --speculative-draft-model", "speculation", "", _draft),
         setting_row("--speculative-algorithm", "speculation", "of NEXTN and EAGLE heads give the head: --speculation eagle:DIRECTORY", one_of("speculation",
-            {"NGRAM": "auto", "STANDALONE": None}, "NGRAM, or STANDALONE with --speculative-draft-model-path")),
+            {"NGRAM": "auto", "STANDALONE": None}, "NGRAM, STANDALONE with --speculative-draft-model-path, or for a head --speculation eagle:DIRECTORY")),
         setting_row("--log-level", "log_level"),
         setting_row("--log-requests", "enable_log_requests", "", switched("enable_log_requests")),
         setting_row("--enable-response-store", "response_store_size", "they are stored anyway", lambda _: ()),
