@@ -90,9 +90,9 @@ test-e2e: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m e2e tests/e2e $(ARGS)
 
 # The SDKs, frameworks and coding agents that people use, unmodified and newest, against the embedded model; installs them.
-# aider pins what it depends on, so it has an environment of its own.
+# aider and LlamaIndex pin what others have newer, so each has an environment of its own.
 client-test: $(VENV)/.serve .venv-clients/.complete
-	SERVER_PYTHON=$(CURDIR)/$(BIN)/python .venv-clients/bin/python -m pytest tests/clients $(ARGS)
+	SERVER_PYTHON=$(CURDIR)/$(BIN)/python .venv-clients/bin/python -m pytest --timeout 3600 tests/clients $(ARGS)
 
 .venv-clients/.complete: tests/clients/requirements.txt Makefile
 	$(PYTHON) -m venv .venv-clients
@@ -100,6 +100,8 @@ client-test: $(VENV)/.serve .venv-clients/.complete
 	.venv-clients/bin/uv pip install --quiet --python .venv-clients/bin/python -r tests/clients/requirements.txt
 	.venv-clients/bin/uv venv --quiet --allow-existing --python '>=3.10,<3.13' .venv-clients/aider
 	.venv-clients/bin/uv pip install --quiet --python .venv-clients/aider/bin/python aider-chat
+	.venv-clients/bin/uv venv --quiet --allow-existing .venv-clients/llama-index
+	.venv-clients/bin/uv pip install --quiet --python .venv-clients/llama-index/bin/python llama-index-llms-openai-like
 	npm install --prefix tests/clients --no-save --no-package-lock --no-audit --no-fund --loglevel=error \
 	  openai ai @ai-sdk/openai-compatible @anthropic-ai/sdk ollama zod @anthropic-ai/claude-code @openai/codex opencode-ai @continuedev/openai-adapters
 	touch $@
@@ -166,7 +168,7 @@ real-models: $(VENV)/.serve
 # Trained models in every form of weights against transformers' numbers in float32, every way of serving them against every
 # other, tools and schemas, and a killed engine; twelve minutes. Models that were not fetched are skipped.
 real-test: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/real $(ARGS)
+	$(BIN)/python -m pytest --timeout 3600 tests/real $(ARGS)
 
 # SmolLM2 beside llama.cpp's own server, from a wheel in an environment of its own, and with guessed tokens: the README's rows.
 real-bench: $(VENV)/.serve .venv-llama-server/.complete

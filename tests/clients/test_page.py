@@ -21,7 +21,9 @@ from e2e.served import Served
 from support.documents import text
 
 HERE = Path(__file__).parent
-AIDER = HERE.parents[1] / ".venv-clients" / "aider" / "bin" / "aider"
+ENVIRONMENTS = HERE.parents[1] / ".venv-clients"  # of those that pin what others have newer
+AIDER = ENVIRONMENTS / "aider" / "bin" / "aider"
+PYTHONS = {"LlamaIndex": str(ENVIRONMENTS / "llama-index" / "bin" / "python")}
 QUESTION = "What is the capital of Japan?"
 ANSWER = "Tokyo"
 
@@ -38,7 +40,8 @@ def test_every_section_is_tried() -> None:
 @pytest.mark.parametrize("client", ["LangChain", "LiteLLM", "LlamaIndex"])
 def test_scripts_print_what_is_shown(client: str, server: Served) -> None:
     code, shown = page.script(client, server)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    python = PYTHONS.get(client, sys.executable)
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == shown
 
@@ -74,7 +77,7 @@ def test_continue(server: Served) -> None:
         cwd=HERE,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -106,7 +109,7 @@ def test_aider(server: Served, tmp_path: Path) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -44,7 +44,7 @@ def test_lm_eval_scores_by_echo(server: Served, tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -64,7 +64,7 @@ def test_schemathesis_finds_no_server_error(server: Served) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:]

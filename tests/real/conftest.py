@@ -17,12 +17,6 @@ from quire_server.checkpoint.trained import TRAINED
 RealModel = Callable[[str], Path]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test an hour: a busy machine is late, not wrong."""
-    for item in items:
-        item.add_marker(pytest.mark.timeout(3600))
-
-
 @pytest.fixture(scope="session")
 def real_model() -> RealModel:
     """Gives the GGUF file of a model by its short name, or skips the test."""
