@@ -29,7 +29,7 @@ HELP := \
   "schedule-test  the scheduler under random calls, at length; half an hour" \
   "kill-test      the engine of a big model killed under streams: expected and got, and the next token; two minutes" \
   "property-test  random replies, logs and histories, at length; a quarter of an hour" \
-  "model-matrix   further sizes of chunks and batches of the models; two minutes" \
+  "model-matrix   further sizes of chunks and batches of the models, the reference kernels; four minutes" \
   "damage-test    100,000 damaged files of weights; a quarter of an hour" \
   "format-test    numbers of quantised formats, held against their own libraries; installs them" \
   "token-test     tokens of GGUF files, held against llama.cpp's; builds llama.cpp, a quarter of an hour" \
@@ -81,9 +81,9 @@ kernel-test: $(VENV)/.dev
 kernel-matrix: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "kernels and not gpu and not sim" tests/kernels $(ARGS)
 
-# Sizes of chunks and batches of the models for which others stand in `make test`.
+# Sizes of chunks and batches of the models for which others stand in `make test`, and minutes of the reference kernels.
 model-matrix: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "matrix and not gpu" tests/model $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "matrix and not gpu" tests/model tests/unit $(ARGS)
 
 test-e2e: $(VENV)/.dev
 	PYTHON=$(BIN)/python tests/e2e/peers.sh

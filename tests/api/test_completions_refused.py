@@ -34,7 +34,7 @@ BAD = [
     *[("top_k", value) for value in (-2, 2**31)],
     *[("n", value) for value in (0, -1, 17, 10**9)],
     *[("best_of", value) for value in (0, 17)],
-    *[("max_tokens", value) for value in (-1, 2**63)],
+    *[("max_tokens", value) for value in (-2, 2**63)],
     *[("min_tokens", value) for value in (-1, 5, 10**9)],
     *[("seed", value) for value in (2**63, -(2**63) - 1, "a")],
     *[("logprobs", value) for value in (-1, 21, 10**9)],

@@ -222,7 +222,7 @@ async def test_an_engine_that_is_gone_is_a_503() -> None:
 
 
 async def test_the_index_lists_every_view_and_the_plan() -> None:
-    async with connect(make_app(root_path="/llm")) as client:
+    async with connect(make_app(root_path="/llm"), headers={"host": "localhost"}) as client:
         found = (await client.get("/llm/debug")).json()
         assert set(found["routes"]) == {f"/llm{route.path}" for route in debug.router.routes}
         assert all(sentence.endswith(".") for sentence in found["routes"].values())

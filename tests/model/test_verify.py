@@ -49,7 +49,12 @@ def test_the_recorded_answers_are_the_tokenizers_ids_and_worth_the_time():
 
 
 @pytest.mark.parametrize(
-    ("kernels", "dtype"), [("cpu", "bfloat16"), ("reference", "bfloat16"), ("reference", "float32")]
+    ("kernels", "dtype"),
+    [
+        ("cpu", "bfloat16"),
+        pytest.param("reference", "bfloat16", marks=pytest.mark.matrix),
+        pytest.param("reference", "float32", marks=pytest.mark.matrix),
+    ],
 )
 def test_every_set_and_type_gives_the_recorded_answers(kernels, dtype):
     found = run_greedy(CPU, kernels, dtype, 1)

@@ -218,7 +218,7 @@ def test_files_that_do_not_belong_together_are_one_line(tmp_path: Path) -> None:
 
 def test_what_is_no_file_is_one_line(tmp_path: Path) -> None:
     assert "missing" in refusal(tmp_path / "none.gguf")
-    assert "Is a directory" in refusal(tmp_path)
+    assert "not a plain file" in refusal(tmp_path)
     os.mkfifo(tmp_path / "pipe.gguf")
     assert "not a plain file" in refusal(tmp_path / "pipe.gguf")  # and is not waited for
 

@@ -107,6 +107,7 @@ def service(policy: str, steps: int) -> tuple[Counter[str], int]:
     return served, costs
 
 
+@pytest.mark.matrix
 def test_dlpm_serves_clients_alike_and_lpm_does_not() -> None:
     fair, cost = service("dlpm", 1200)
     gap = abs(fair["shares"] - fair["alone"])

@@ -173,6 +173,8 @@ def test_a_process_that_does_not_end_is_ended(monkeypatch):
         json_child.ask("verify", {}, Report, timeout=0.5)
 
 
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
 def test_this_machine(tmp_path):
     """The real process, with the set that takes the least time."""
     file, words = tmp_path / "report.json", "--device cpu --kernels reference --num-threads 1 --json"
@@ -180,7 +182,6 @@ def test_this_machine(tmp_path):
         [sys.executable, "-m", "quire_server.cli", "verify", *words.split(), str(file)],
         capture_output=True,
         text=True,
-        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
