@@ -29,7 +29,7 @@ HELP := \
   "schedule-test  the scheduler under random calls, at length; half an hour" \
   "kill-test      the engine of a big model killed under streams: expected and got, and the next token; two minutes" \
   "property-test  random replies, logs and histories, at length; a quarter of an hour" \
-  "model-matrix   further sizes of chunks and batches of the models, the reference kernels; four minutes" \
+  "model-matrix   further sizes of chunks and batches of the models, and the reference kernels" \
   "damage-test    100,000 damaged files of weights; a quarter of an hour" \
   "format-test    numbers of quantised formats, held against their own libraries; installs them" \
   "token-test     tokens of GGUF files, held against llama.cpp's; builds llama.cpp, a quarter of an hour" \
@@ -39,7 +39,7 @@ HELP := \
   "gpu-bench      what a GPU's kernels and steps reach" \
   "gpu-first      what a GPU is to show first, in ten minutes; ARGS=--dry-run without one" \
   "gpu-wheels     what a machine with a GPU lacks of our dependencies, as wheels to carry there" \
-  "hostile        hostile clients, and what others have meanwhile; nine minutes" \
+  "hostile        hostile clients, and what others have meanwhile" \
   "worker-walk    every process, thread and task killed, stopped, failing, slow, without disk; twenty minutes" \
   "replica-test   streams on replicas and nodes that are killed, held against one engine; what routing finds cached" \
   "batch-test     10,000 lines of a batch over two kills of the server, held against direct requests" \
@@ -114,7 +114,7 @@ HOSTILE_ROWS ?= many-prompts many-texts many-strings stopped-tokenizer killed-te
   pipelined-garbage planted-modules planted-adapters early-signals stored-flood paused-14-1 paused-25-2 \
   wrong-batches file-quota foreign-pages keep-alive strict-values silent-strangers odd-frames
 
-# What hostile clients send, one by one, and what everybody else has of the server meanwhile: twelve minutes.
+# What hostile clients send, one by one, and what everybody else has of the server meanwhile.
 hostile: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m hostile $(ARGS)
 	PYTHONPATH=tests $(BIN)/python -m hostile.rows $(HOSTILE_ROWS)

@@ -122,12 +122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-# What other programs' commands are here.
-_ELSEWHERE = {
+_LIST = "models are files and folders that `quire serve` is given; GET /v1/models tells those of a server"
+_ELSEWHERE = {  # what other programs' commands are here
     "run": "`quire serve MODEL` serves a model, and then `quire chat` talks to it",
     "pull": "`quire serve MODEL` fetches a model of the Hugging Face Hub at its first start",
-    "list": "models are files and folders that `quire serve` is given; GET /v1/models tells those of a server",
-    "ls": "models are files and folders that `quire serve` is given; GET /v1/models tells those of a server",
+    "list": _LIST,
+    "ls": _LIST,
     "ps": "GET /api/ps of a server tells its models in memory, and `quire health` whether it takes requests",
     "show": "POST /api/show of a server tells of its model, `quire serve MODEL --dry-run` of any other",
     "stop": "a server ends with Ctrl-C or SIGTERM",
@@ -147,9 +147,9 @@ def _hint(name: str, rest: Sequence[str]) -> str:
 
     if name.startswith("-") or name.endswith(".gguf"):
         return f"`{join(('quire', 'serve', name, *rest))}` serves a model"
-    close = get_close_matches(name, COMMANDS, n=1)
     if name in _ELSEWHERE:
         return _ELSEWHERE[name]
+    close = get_close_matches(name, COMMANDS, n=1)
     return f"did you mean `quire {close[0]}`?" if close else "`quire --help` lists the commands"
 
 
