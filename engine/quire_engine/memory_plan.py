@@ -227,11 +227,11 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
 
 
 def summary_text(plan: EnginePlan) -> str:
-    """The model and how much fits, in one line; `plan_text` has the rest."""
+    """The model's size and how much fits, in one line without its name; `plan_text` has the rest."""
     length = plan.scheduler.max_model_len
     quantized = f" in {plan.quantization}" if plan.quantization else ""
     return (
-        f"{plan.model}: {plan.num_parameters:,} parameters{_stored_text(plan)}, on {plan.device} with"
+        f"{plan.num_parameters:,} parameters{_stored_text(plan)}, on {plan.device} with"
         f" {_threads_text(plan)}; weights {bytes_text(plan.weights_bytes)}{quantized}, KV cache"
         f" {bytes_text(plan.kv_bytes)}, {_num_fitting(plan, length):,} sequences of {length:,} tokens"
     )

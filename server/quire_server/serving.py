@@ -266,8 +266,9 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 def _greet(settings: Settings, state: ServerState, listening: Listening) -> None:
     """Log what is served and how to call it; the listener has logged the address. The whole plan is for --verbose."""
-    for plan in (each.client.plan for each in state.every):
-        log.info("model %s", summary_text(plan))
+    for each in state.every:
+        plan = each.client.plan
+        log.info("model %s: %s", each.model_names[0], summary_text(plan))
         quality = quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)
         for line in plan_text(plan, quality).splitlines():
             log.debug("%s", line)
