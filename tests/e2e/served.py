@@ -147,7 +147,7 @@ class Served:
 def sample(url: str, name: str, **labels: str) -> float:
     """One sample of an exposition; 0 when it has none yet. Labels given must match, others are summed."""
     total = 0.0
-    for line in httpx.get(url, timeout=10, verify=False).text.splitlines():
+    for line in httpx.get(url, timeout=120, verify=False).text.splitlines():
         match = re.fullmatch(r"([\w:]+)(?:\{(.*)\})? (\S+)", line)
         if match and match[1] == name:
             found = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))

@@ -142,11 +142,11 @@ def test_the_queue_is_one_for_all() -> None:
 
 def test_an_order_holds_everywhere_before_its_reply(server: Served) -> None:
     for _ in range(6):
-        assert httpx.post(server.url + "/admin/drain", timeout=30).json()["draining"]
-        refused = [httpx.post(server.url + "/v1/completions", json=body(1, 1), timeout=30) for _ in range(4)]
+        assert httpx.post(server.url + "/admin/drain", timeout=120).json()["draining"]
+        refused = [httpx.post(server.url + "/v1/completions", json=body(1, 1), timeout=120) for _ in range(4)]
         assert {each.status_code for each in refused} == {503}
-        assert not httpx.delete(server.url + "/admin/drain", timeout=30).json()["draining"]
-        served = [httpx.post(server.url + "/v1/completions", json=body(1, 1), timeout=30) for _ in range(4)]
+        assert not httpx.delete(server.url + "/admin/drain", timeout=120).json()["draining"]
+        served = [httpx.post(server.url + "/v1/completions", json=body(1, 1), timeout=120) for _ in range(4)]
         assert {each.status_code for each in served} == {200}
 
 
@@ -154,7 +154,9 @@ def test_an_operator_ends_a_request_wherever_it_is(server: Served) -> None:
     async def abort() -> list[Streamed | None]:
         running = asyncio.create_task(all_of(server.url, 8, 1500))
         await until(server, "quire_requests_running", 8)
-        ended = await asyncio.to_thread(lambda: httpx.post(server.url + "/admin/abort", json={"all": True}, timeout=30))
+        ended = await asyncio.to_thread(
+            lambda: httpx.post(server.url + "/admin/abort", json={"all": True}, timeout=120)
+        )
         assert ended.json()["num_aborted"] == 8
         assert all(name.startswith("req-") for name in ended.json()["request_ids"])
         return await running

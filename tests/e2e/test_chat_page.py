@@ -16,7 +16,6 @@ from support.browser import CONTRAST, Browser, find
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(180),
     pytest.mark.skipif(find() is None, reason="no Chromium on this machine"),
 ]
 

@@ -12,7 +12,7 @@ from e2e.served import Served
 from quire_bench.exercises import pool
 from quire_bench.facts.live import Live
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e]
 
 DEMO = Path(__file__).parents[2] / "engine/quire_engine/demo/quire-demo"
 QUICK = ("S1.1", "S2.1", "S2.2", "S2.3", "S3.2")

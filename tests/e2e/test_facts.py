@@ -13,7 +13,7 @@ from quire_bench.facts import batching
 from quire_bench.facts.__main__ import main, run
 from quire_bench.facts.live import Live
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e]
 
 DEMO = Path(__file__).parents[2] / "engine/quire_engine/demo/quire-demo"
 QUICK = ("F1", "F2", "F8", "F9", "F10", "F12", "F19")

@@ -53,7 +53,6 @@ def answer(server: Served, model: str, *, killed: bool = False) -> tuple[str, in
     return text, details.cached_tokens if details else None
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("quantization", "variant"), [(None, "avx2"), ("int4", None)])
 def test_a_file_answers_the_same_again_and_after_a_kill(quantization: str | None, variant: str | None, tmp_path: Path):
     """Quantised here, it answers as its numbers do, which are decoded first; else they are not rounded as those are."""

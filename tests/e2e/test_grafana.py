@@ -21,7 +21,6 @@ from e2e.test_prometheus import CONFIGS, complete, prometheus, query, wait_for
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(
         shutil.which("prometheus") is None or shutil.which("promtool") is None,
         reason="needs Debian's prometheus (make test-e2e installs it where it may)",

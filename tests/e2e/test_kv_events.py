@@ -49,7 +49,7 @@ def agrees(server: Served, subscriber: Subscriber, replica: str = "") -> int:
     while True:
         subscriber.drained(50)
         query = {"names": "true", **({"replica": replica} if replica else {})}
-        reply = httpx.get(server.url + "/debug/kv", params=query, timeout=30)
+        reply = httpx.get(server.url + "/debug/kv", params=query, timeout=120)
         listed = reply.json()["matchable"] if reply.status_code == 200 else [[-1]]  # it restarts
         held = {(group, name) for group, names in enumerate(listed) for name in names}
         if subscriber.held == held:

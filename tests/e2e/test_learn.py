@@ -14,7 +14,6 @@ from support.browser import Browser, find
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(find() is None, reason="no Chromium on this machine"),
 ]
 

@@ -65,7 +65,7 @@ def prometheus(target: str, folder: Path, rules: Callable[[str], str] = str) -> 
 def query(address: str, expression: str) -> list[float]:
     """The values of an instant query; none while Prometheus is not up yet."""
     try:
-        reply = httpx.get(f"{address}/api/v1/query", params={"query": expression}, timeout=5)
+        reply = httpx.get(f"{address}/api/v1/query", params={"query": expression}, timeout=120)
     except httpx.TransportError:
         return []
     if reply.status_code == 503:

@@ -48,7 +48,6 @@ def answer(server: Served, *, killed: bool = False) -> tuple[str, int]:
 
 
 @pytest.mark.skipif(not {"avx2", "fma"} <= cpu_features(), reason="the processor has no AVX2")
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["awq", "gptq"])
 def test_a_directory_answers_the_same_again_and_after_a_kill(name: str, tmp_path: Path) -> None:
     built = [sys.executable, "-m", "quire_kernels.cpu.build", "--cpu-variant", "avx2"]

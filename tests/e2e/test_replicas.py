@@ -74,7 +74,7 @@ def test_a_stopped_engine_is_replaced(server: Served, alone: Any) -> None:
 
 def test_a_rolling_drain_ends_nothing_and_a_server_with_one_replica_is_ready(server: Served, alone: Any) -> None:
     async def drain(share: Callable[[], float]) -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
             for turn in range(4):
                 await reached(share, (turn + 1) / 6)
                 path = f"/admin/replicas/{turn % 2}/drain"
@@ -95,7 +95,7 @@ def test_health_metrics_and_questions_tell_of_both(server: Served) -> None:
     assert len({row["numerics"] for row in rows}) == 1
     assert server.metric("quire_replica_up") == 2
     assert server.metric("quire_kv_pool_blocks") == server.metric("quire_kv_blocks")
-    with httpx.Client(base_url=server.url, timeout=30) as http:
+    with httpx.Client(base_url=server.url, timeout=120) as http:
         for number in range(4):
             body = {"prompt": f"Question {number}", "max_tokens": 4}
             reply = http.post("/v1/completions", json=body, headers={"x-request-id": f"q{number}"})

@@ -50,7 +50,7 @@ class Stream(threading.Thread):
 def ended(server: Served, children: list[psutil.Process], seconds: float) -> int:
     """The exit code; nothing that the server started may outlive it."""
     code = server.process.wait(seconds)
-    _, alive = psutil.wait_procs(children, timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=120)
     assert not alive
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) != 0

@@ -210,6 +210,6 @@ def test_an_idle_engine_prepares_until_a_frame_arrives(monkeypatch):
     with ours, theirs:
         thread = threading.Thread(target=EngineLoop(engine, ours, FrameDecoder()).run, args=([],))
         thread.start()
-        thread.join(timeout=30)
+        thread.join(timeout=120)
         assert not thread.is_alive()
     assert engine.pieces == 3

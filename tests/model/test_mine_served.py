@@ -18,8 +18,6 @@ from quire_engine.config import EngineConfig
 from quire_engine.demo import demo_model_path
 from quire_engine.own_modules import module_command
 
-pytestmark = pytest.mark.timeout(300)
-
 STUDENTS = Path(__file__).parents[1] / "support" / "students"
 SMALL = Machine(num_blocks=14, block_size=16, max_num_seqs=4, max_num_batched_tokens=64)
 LOAD = [

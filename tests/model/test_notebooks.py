@@ -26,7 +26,6 @@ def test_there_is_one_for_each_lesson():
     assert all(f"notebooks/{name}.ipynb" in text("docs/learn.md") for name in lessons)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 def test_a_notebook_shows_what_its_cells_print(path: Path):
     book = json.loads(path.read_text(encoding="utf-8"))
@@ -43,7 +42,6 @@ def test_a_notebook_shows_what_its_cells_print(path: Path):
         assert printed.getvalue() == shown, f"{path.stem}, cell {cell['execution_count']}"
 
 
-@pytest.mark.timeout(300)
 def test_the_loop_of_ones_own_gives_the_engines_tokens(monkeypatch: pytest.MonkeyPatch):
     """Of 60 lines, and with the very tokens of the engine, however its batches and chunks differ."""
     from quire import LLM, SamplingParams
@@ -68,7 +66,6 @@ def test_the_loop_of_ones_own_gives_the_engines_tokens(monkeypatch: pytest.Monke
     assert len(names["free"]) == names["NUM_BLOCKS"], "every block is free again"  # type: ignore[arg-type]
 
 
-@pytest.mark.timeout(120)
 def test_the_loop_runs_as_a_script():
     done = subprocess.run(
         [sys.executable, str(LOOP)], capture_output=True, text=True, env=OURS, check=True, timeout=100

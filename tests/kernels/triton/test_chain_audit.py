@@ -113,7 +113,6 @@ def test_nothing_but_weights_is_read_before_the_wait_with_the_oldest_triton(case
 
 
 @pytest.mark.sim
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("fault", "case", "said"),
     [

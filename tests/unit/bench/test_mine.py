@@ -141,7 +141,6 @@ def judge_classes(path: Path) -> list[str]:
         return student.classes()
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", PLANTED)
 def test_what_is_planted_is_named(case: str, tmp_path: Path):
     (name, old, new), expected = PLANTED[case]

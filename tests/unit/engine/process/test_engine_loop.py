@@ -91,7 +91,7 @@ def test_an_engine_that_waits_for_a_grammar_gives_a_sign_of_life(monkeypatch):
         theirs.recv(1 << 16)
         theirs.recv(1 << 16)
         theirs.sendall(encode_frame(Shutdown()))
-        thread.join(timeout=10)
+        thread.join(timeout=120)
         assert not thread.is_alive()
     assert engine.steps > 2
 
@@ -109,7 +109,7 @@ def test_the_loop_rests_when_nothing_comes(monkeypatch):
         theirs.recv(1 << 16)  # the first sign of life
         theirs.recv(1 << 16)
         theirs.sendall(encode_frame(Shutdown()))
-        thread.join(timeout=10)
+        thread.join(timeout=120)
         assert not thread.is_alive()
     assert watched.events == ["sent", "sent", "check"]
 
@@ -130,7 +130,7 @@ def test_a_long_step_is_no_silence_of_the_process():
         while sum(isinstance(frame, Alive) for frame in frames) < 20:
             frames += decoder.feed(theirs.recv(1 << 16))
         theirs.sendall(encode_frame(Shutdown()))
-        thread.join(timeout=10)
+        thread.join(timeout=120)
         assert not thread.is_alive()
     assert [frame.step_id for frame in frames if isinstance(frame, StepOutput)] == list(range(50))
 
@@ -175,6 +175,6 @@ def test_the_loop_collects_behind_its_steps(monkeypatch, collections):
         while not any(isinstance(frame, EngineHealth) for frame in frames):
             frames += decoder.feed(theirs.recv(1 << 16))
         theirs.sendall(encode_frame(Shutdown()))
-        thread.join(timeout=10)
+        thread.join(timeout=120)
         assert not thread.is_alive()
     assert collections == [1, 1, 2]

@@ -130,7 +130,7 @@ def test_a_paused_loop_answers_and_gives_signs_of_life_but_computes_nothing(monk
         while engine.steps < before + 20:
             theirs.recv(1 << 16)
         theirs.sendall(encode_frame(Shutdown()))
-        thread.join(timeout=20)
+        thread.join(timeout=120)
         assert not thread.is_alive()
 
 
