@@ -7,7 +7,7 @@ ARGS ?=
 JOBS ?= 2
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
-.PHONY: help serve test kernel-test kernel-matrix schema-test draft-test test-e2e client-test image-test gpu-test gpu-bench gpu-first gpu-wheels kernel-sim \
+.PHONY: help serve test kernel-test kernel-matrix schema-test draft-test test-e2e e2e-matrix client-test image-test gpu-test gpu-bench gpu-first gpu-wheels kernel-sim \
   wheel wheel-test release \
   schedule-test property-test kill-test model-matrix emulated-test damage-test format-test token-test model-sweep hostile worker-walk replica-test rank-test batch-test models-test ray-test real-models real-test real-bench soak api-fuzz audit lock sbom check format bench headline \
   clean
@@ -18,6 +18,7 @@ HELP := \
   "kernel-test    the kernels on every instruction set of this machine" \
   "kernel-matrix  the same with all rows of every cross product" \
   "test-e2e       real servers, the openai clients, Prometheus" \
+  "e2e-matrix     further model families, kills and commands that take minutes, for which others stand in test-e2e" \
   "check          formatters, linters, mypy and the architecture's rules" \
   "format         format the code" \
   "bench          the host's cost of a step" \
@@ -87,7 +88,11 @@ model-matrix: $(VENV)/.dev
 
 test-e2e: $(VENV)/.dev
 	PYTHON=$(BIN)/python tests/e2e/peers.sh
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m e2e tests/e2e $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "e2e and not matrix" tests/e2e $(ARGS)
+
+# What others stand for in `make test-e2e`: further families, ten kills instead of four, minutes of commands.
+e2e-matrix: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "e2e and matrix" tests/e2e $(ARGS)
 
 # The SDKs, frameworks and coding agents that people use, unmodified and newest, against the embedded model; installs them.
 # aider and LlamaIndex pin what others have newer, so each has an environment of its own.

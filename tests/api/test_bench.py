@@ -43,7 +43,7 @@ async def quire(state: ServerState | None = None, **options: object) -> AsyncIte
 
 
 async def load(server: Server, point: LoadPoint, work: Workload) -> Run:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         return await server.run(point, jobs(work, point, 0), work.seconds)
 
 

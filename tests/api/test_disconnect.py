@@ -131,10 +131,10 @@ async def leave_during(work: str, path: str, body: dict[str, object], monkeypatc
     async with listening(make_app(state)) as server:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client:
             asking = asyncio.create_task(client.post(path, json=body))
-            await asyncio.wait_for(begun.wait(), 3)
+            await asyncio.wait_for(begun.wait(), 300)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-        await asyncio.wait_for(ended.wait(), 1)
+        await asyncio.wait_for(ended.wait(), 300)
     return engine
 
 
@@ -185,6 +185,6 @@ async def test_who_has_left_before_the_engine_is_asked_never_reaches_it(monkeypa
 
     async with listening(make_app(state)) as server:
         await asyncio.to_thread(ask_and_leave, server.port)
-        await asyncio.wait_for(asked.wait(), 3)
+        await asyncio.wait_for(asked.wait(), 300)
         await asyncio.sleep(0.3)
     assert engine.submitted == []

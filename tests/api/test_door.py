@@ -48,7 +48,7 @@ class Full:
     connect: Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
     async def reply(self) -> bytes:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             head = await self.reader.readuntil(b"\r\n\r\n")
             length = re.search(rb"content-length: (\d+)", head)
             assert length is not None, head
@@ -86,7 +86,7 @@ async def full(monkeypatch: pytest.MonkeyPatch, opening: dict[str, object] | Non
         other, first = await connection(server.port)
         key = [f"Authorization: Bearer {KEY}"] if state.settings.needs_key else []
         first.write(post("/v1/completions", *key))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not engine.live:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         decisions.clear()
@@ -102,7 +102,7 @@ async def full(monkeypatch: pytest.MonkeyPatch, opening: dict[str, object] | Non
             lambda: connection(server.port),
         )
         engine.release()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             assert b" 200 " in await other.readuntil(b"\r\n\r\n")
         first.close()
         writer.close()
@@ -234,7 +234,7 @@ async def test_requests_on_one_connection_are_answered_in_order(monkeypatch: pyt
         assert b" 429 " in await server.reply()
         server.writer.write(BODY[-5:])
         server.engine.release()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while server.engine.live:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         assert b" 200 " in await server.ask(post("/v1/completions"))
@@ -245,7 +245,7 @@ async def test_a_client_that_does_not_read_is_not_written_to_without_end(monkeyp
         sent, answered = 20_000, -1
         server.reader._transport.pause_reading()  # type: ignore[attr-defined]
         server.writer.write(post("/v1/completions") * sent)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while answered < len(server.decisions):
                 answered = len(server.decisions)
                 await asyncio.sleep(0.5)

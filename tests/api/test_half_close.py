@@ -46,7 +46,7 @@ class Client:
         self.reader, self.writer = reader, writer
 
     async def rest(self) -> bytes:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             return await self.reader.read()
 
     def close(self) -> None:

@@ -209,11 +209,11 @@ async def test_text_work_ends_with_its_client() -> None:
             writer.write(head.encode() + body)
             await writer.drain()
             writers.append(writer)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(300):
             while state.text._budget.num_texts < 4:  # noqa: ASYNC110 - what is waited for has no event
                 await asyncio.sleep(0.01)
         for writer in writers:
             writer.transport.abort()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while state.text._budget.num_texts:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

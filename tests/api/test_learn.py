@@ -66,7 +66,7 @@ async def told(**settings: object) -> AsyncIterator[Told]:
     async with (
         listening(make_app(state)) as server,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as client,
-        asyncio.timeout(60),
+        asyncio.timeout(300),
     ):
         it = Told(run, state, client)
         state.inspect, state.control = it.inspect, it.control

@@ -35,7 +35,7 @@ def tell(engine: FakeEngine, request_id: str, computed: int, seconds: float, cac
 
 
 async def submitted(engine: FakeEngine) -> str:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not engine.submitted:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     return engine.submitted[0].request_id

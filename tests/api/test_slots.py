@@ -34,7 +34,7 @@ async def reached(engine: FakeEngine, asking: Coroutine[Any, Any, Any]) -> None:
     task = asyncio.create_task(asking)
     _TASKS.add(task)
     task.add_done_callback(_TASKS.discard)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while len(engine.submitted) == before:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 

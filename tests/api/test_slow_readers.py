@@ -55,7 +55,7 @@ async def read_on(
     sock: socket.socket, enough: Callable[[bytes], bool], *, piece: int = 1 << 16, pause: float = 0.0
 ) -> bytes:
     received = b""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while not enough(received):
             got = await asyncio.get_running_loop().sock_recv(sock, piece)
             if not got:

@@ -54,7 +54,7 @@ async def test_what_does_not_parse_is_answered_within_tls(certificates: Certific
 
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=trusting(certificates))
         writer.write(b"nonsense\r\n\r\n")
-        raw = await asyncio.wait_for(reader.read(), 10)
+        raw = await asyncio.wait_for(reader.read(), 300)
         writer.close()
     assert raw.startswith(b"HTTP/1.1 400 ")
     assert b'"invalid_http"' in raw

@@ -128,7 +128,7 @@ class Served:
         """One sample of /metrics; 0 when it has none yet. Labels given must match, others are summed."""
         return sample(self.url + "/metrics", name, **labels)
 
-    def wait_idle(self, seconds: float = 2.0) -> None:
+    def wait_idle(self, seconds: float = 300.0) -> None:
         """Until nothing runs or waits and every block is free or cached."""
         deadline = time.monotonic() + seconds
         while True:

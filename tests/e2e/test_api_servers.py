@@ -108,7 +108,7 @@ def test_one_is_killed_and_the_streams_of_the_others_go_on(server: Served) -> No
                 before.text,
                 before.finish_reasons,
             )
-    server.wait_idle(10)
+    server.wait_idle()
     both_serve(server)
     assert server.metric("quire_api_server_restarts_total") == restarts + 1
     assert server.metric("quire_requests_total", outcome="abort") == aborted + len(cut)
@@ -163,7 +163,7 @@ def test_an_operator_ends_a_request_wherever_it_is(server: Served) -> None:
 
     got = asyncio.run(abort())
     assert [each.errors[-1]["code"] for each in got if each is not None] == ["aborted"] * 8
-    server.wait_idle(10)
+    server.wait_idle()
 
 
 def test_a_stopped_one_is_replaced() -> None:

@@ -508,7 +508,7 @@ def test_escape_stops_here_and_there_and_the_arrow_brings_back(page: Browser, se
     page.press("Escape")
     answered(page)
     assert "stopped" in page.run(f"{LAST}.querySelector('.stats').innerText")
-    server.wait_idle(5)
+    server.wait_idle()
     page.press("ArrowUp")
     assert page.run("document.getElementById('text').value") == "Tell me a story."
     page.press("ArrowDown")

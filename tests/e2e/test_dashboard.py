@@ -98,7 +98,7 @@ def test_the_page_under_load_says_what_the_metrics_say() -> None:
             assert browser.run("document.documentElement.scrollWidth") <= 390
             keep(browser, "dashboard-phone")
             browser.resize(1400, 900)
-        server.wait_idle(10)
+        server.wait_idle()
         browser.until(f"{tile('Running')} === '0' && {tile('KV in use')} === '0.0 %'")
         told = numbers(browser.run(readout("blocks")))
         assert told["cached"] == server.metric("quire_kv_blocks", state="cached") > 0

@@ -184,6 +184,7 @@ def test_scripts_run_as_shown(example: Example, server: Served, tmp_path: Path) 
     assert all(part in " ".join(done.stdout.split()) for part in parts), done.stdout
 
 
+@pytest.mark.matrix  # a minute or two of simulation, whose parts have tests of their own
 def test_the_plan_in_serving_is_what_its_command_writes(tmp_path: Path) -> None:
     written = tmp_path / "SERVING.md"
     written.write_text(text("SERVING.md"), encoding="utf-8")

@@ -23,6 +23,10 @@ from sweep.__main__ import save_random, tiny
 pytestmark = pytest.mark.e2e
 
 FAMILIES = ("gemma3_text", "gpt_oss", "qwen3_moe", "qwen3_5_text", "phi3", "granite")
+FEW = {
+    "gpt_oss",
+    "qwen3_5_text",
+}  # sliding windows with experts, recurrent states: what the others do is in model tests
 NATIVE = {"gemma3_text", "gpt_oss", "qwen3_moe", "phi3", "granite"}
 RECURRENT = {"qwen3_5_text"}
 TOKENS, STREAMS, BLOCKS = 80, 4, 16
@@ -44,7 +48,7 @@ def bodies() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(x, marks=() if x in FEW else pytest.mark.matrix) for x in FAMILIES])
 def test_a_family_is_served_as_our_own_are(family: str, tmp_path: Path):
     folder, packed = tmp_path / family, tmp_path / "packed"
     save_random(tiny(family, vocab_size=VOCAB_SIZE), folder, torch.bfloat16)
@@ -78,7 +82,7 @@ def test_a_family_is_served_as_our_own_are(family: str, tmp_path: Path):
                 return on_chunk
 
             tasks = [asyncio.create_task(stream(http, r, on_chunk=watch(i))) for i, r in enumerate(bodies())]
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 while max(seen) < TOKENS // 3:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             os.kill(server.engine().pid, signal.SIGKILL)

@@ -103,7 +103,7 @@ def test_every_panel_has_data_and_the_alerts_fire_in_an_overload(tmp_path: Path)
                 wait_for(address, f'ALERTS{{alertname="{name}", alertstate="firing"}}', seconds=60)
             # While it lasts, not only after.
             wait_for(address, "quire_kv_waiting_seconds > 0")
-        server.wait_idle(20)
+        server.wait_idle()
         complete(server, max_tokens=8)
         complete(server, max_tokens=8)
         wait_for(address, "rate(quire_request_prefill_time_seconds_count[15s]) > 0")

@@ -104,7 +104,7 @@ def test_what_happens_is_seen_as_it_happens(server: Served) -> None:
         )
         keep(browser, "learn-preemption")
         pace(browser, "#slow", "Live")
-        server.wait_idle(60)
+        server.wait_idle()
         # Graded by the server: the prompt of one that was preempted, alone, gives the same tokens.
         assert browser.run(done("Copy on write"))
         assert not browser.run(done("the same tokens"))
@@ -147,7 +147,7 @@ def test_a_pause_holds_everybody_and_steps_come_one_by_one(server: Served) -> No
         keep(browser, "learn-paused-dark")
         press(browser, " ")
         browser.until("document.getElementById('state').textContent === 'Live.'", PATIENCE)
-        server.wait_idle(60)
+        server.wait_idle()
 
 
 def test_a_closed_page_leaves_nobody_waiting(server: Served) -> None:
@@ -175,7 +175,7 @@ def test_it_is_told_to_those_who_do_not_see_it_and_fits_a_phone(server: Served) 
         still = "[...document.querySelectorAll('.block')].every((one) => getComputedStyle(one).animationName === 'none'"
         assert browser.run(f"{still} && getComputedStyle(one).transitionDuration === '0s')")
         keep(browser, "learn-phone")
-        server.wait_idle(60)
+        server.wait_idle()
 
 
 def test_without_the_setting_it_shows_and_does_not_pause() -> None:

@@ -80,7 +80,7 @@ def test_a_killed_node_is_not_seen_by_any_client(server: Served, nodes: list[Ser
     assert lost["why"]
     nodes[0].start()
     ready(server, 2)
-    server.wait_idle(10)
+    server.wait_idle()
 
 
 def test_nodes_are_replaced_one_after_the_other_under_load(server: Served, nodes: list[ServedNode], alone: Any) -> None:

@@ -36,5 +36,5 @@ def test_stream_abort_and_errors() -> None:
         assert seen["aborted"]
         assert seen["chunksBeforeAbort"] >= 3
         assert seen["code"] == "model_not_found"
-        server.wait_idle(2.0)
+        server.wait_idle()
         assert server.metric("quire_requests_total", outcome="abort") == 1

@@ -38,7 +38,7 @@ def test_a_server_and_all_its_children(hostile: Path) -> None:
     [
         ("serve", "--dry-run"),
         ("build-kernels",),
-        ("verify",),
+        pytest.param(("verify",), marks=pytest.mark.matrix),  # a minute of checks
         ("simulate", "--help"),
         ("eval-quant", "quire-demo", "--num-threads", "1"),
     ],

@@ -78,7 +78,7 @@ async def compare(server: Served) -> None:
         seen = [Said() for _ in alone]
         tasks = [asyncio.create_task(stream(http, body, said)) for body, said in zip(bodies(), seen, strict=True)]
         for share in (0.2, 0.5, 0.8):
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(300):
                 while any(  # noqa: ASYNC110
                     len(said.token_ids) < share * len(one.token_ids) for said, one in zip(seen, alone, strict=True)
                 ):

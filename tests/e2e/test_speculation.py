@@ -177,7 +177,7 @@ def test_a_kill_under_guesses_changes_no_stream(speculation: str) -> None:
                 return on_chunk
 
             tasks = [asyncio.create_task(stream(http, r, on_chunk=watch(i))) for i, r in enumerate(wanted)]
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(300):
                 while min(progress) < 40:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             os.kill(server.engine().pid, signal.SIGKILL)

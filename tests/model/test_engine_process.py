@@ -58,7 +58,7 @@ def test_a_signal_to_its_parent_does_not_end_it_however_early_it_comes(number: s
         process = EngineProcess([sys.executable, "-P", "-m", "quire_engine.process"], lambda step: None)
         try:
             os.kill(process.pid or 0, number)  # its interpreter has not begun
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 while not _has(process.pid, number, "SigIgn") or _has(process.pid, number, *WAITS):
                     assert process.runs, process.ending
                     await asyncio.sleep(0.01)

@@ -43,7 +43,7 @@ class Streams:
             )
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()

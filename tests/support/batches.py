@@ -75,7 +75,7 @@ async def until(condition: Callable[[], bool], *, patience: float = 60.0) -> Non
 
 async def has_completed(client: httpx.AsyncClient, batch: Mapping[str, Any], number: int) -> None:
     """Wait until so many lines of a batch that goes on are answered."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while True:
             now = (await client.get(f"/v1/batches/{batch['id']}")).json()
             if now["request_counts"]["completed"] >= number:
@@ -86,7 +86,7 @@ async def has_completed(client: httpx.AsyncClient, batch: Mapping[str, Any], num
 
 async def shows(client: httpx.AsyncClient, sample: str) -> None:
     """Wait until /metrics has this sample."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while sample not in (await client.get("/metrics")).text:  # noqa: ASYNC110  # as above
             await asyncio.sleep(0.02)
 

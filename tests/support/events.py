@@ -58,6 +58,6 @@ def finishes(events: list[dict]) -> dict[int, tuple[str, object]]:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let others run until it holds, for at most five seconds."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(300):
         while not condition():  # noqa: ASYNC110 - the condition is a test's, nobody signals it
             await asyncio.sleep(0.001)

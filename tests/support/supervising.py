@@ -91,13 +91,13 @@ async def supervised(
 
 
 async def reached(supervisor: Supervisor, state: EngineState) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         while supervisor.state is not state:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
 def run(body: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(body(), 60))
+    asyncio.run(asyncio.wait_for(body(), 300))
 
 
 def send_garbage(supervisor: Supervisor) -> None:

@@ -157,6 +157,7 @@ def test_deterministic_decode_and_prefill_take_the_same_matrix_instructions(case
     assert all(len(each) > 1 and len({tuple(matrix) for matrix in each}) == 1 for each in by_gpu.values()), by_gpu
 
 
+@pytest.mark.sim
 def test_planted_faults_are_found():
     """A kernel that spills, some that load element by element, and 16-row tiles where wider ones are due."""
     found: dict[str, list[str]] = {}

@@ -88,6 +88,7 @@ def _faults(one: Early) -> list[str]:
     return found
 
 
+@pytest.mark.sim
 def test_nothing_but_weights_is_read_before_the_wait():
     found = audited(QUICK)
     assert not faults(found)

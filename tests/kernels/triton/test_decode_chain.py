@@ -165,6 +165,7 @@ def test_keys_and_values_in_eight_bits():
     assert (pool != step.pool).any()
 
 
+@pytest.mark.sim
 def test_a_row_is_the_same_alone_and_in_any_step():
     """Bit for bit: other tiles of rows, other places in them, other ways to join the parts of keys."""
     step = Step(SMALL, [270, *range(1, 40)])
@@ -329,6 +330,7 @@ def test_where_no_fault_of_order_is_planted_none_is_found():
 
 
 @WHERE_ONE_LAUNCHES
+@pytest.mark.sim
 def test_whole_steps_in_the_worst_order_have_the_references_tokens():
     from support.early_launches import early_launches
 

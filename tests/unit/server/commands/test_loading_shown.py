@@ -63,7 +63,7 @@ def test_a_long_load_is_told_until_it_ends(caplog, monkeypatch):
         await show(lambda: SimpleNamespace(phase="packing weights", done=1 << 20, total=1 << 21), loaded, bar=False)
 
     with caplog.at_level(logging.INFO, "quire.loading"):
-        asyncio.run(asyncio.wait_for(body(), 10))
+        asyncio.run(asyncio.wait_for(body(), 300))
     assert len(caplog.records) > 1
     assert "packing weights, 1.00 MiB of 2.00 MiB (50 %)" in caplog.records[0].getMessage()
 

@@ -54,7 +54,7 @@ def states(made: ModelSet) -> list[str]:
 
 
 async def until(made: ModelSet, *wanted: str) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while states(made) != list(wanted):  # noqa: ASYNC110 - it is looked at, not told
             await asyncio.sleep(0.01)
 

@@ -32,7 +32,7 @@ def _command(process: psutil.Process) -> str:
 
 
 async def appeared(supervisor: Supervisor, *, but: int = 0) -> psutil.Process:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         while (process := waiting(supervisor)) is None or process.pid == but:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     return process
@@ -41,7 +41,7 @@ async def appeared(supervisor: Supervisor, *, but: int = 0) -> psutil.Process:
 async def killed(supervisor: Supervisor, restarts: int) -> None:
     assert supervisor.pid is not None
     os.kill(supervisor.pid, signal.SIGKILL)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         while supervisor.restarts < restarts:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     await reached(supervisor, EngineState.READY)
@@ -72,7 +72,7 @@ def test_one_that_has_ended_is_not_taken(caplog: pytest.LogCaptureFixture) -> No
         async with supervised(spare_seconds=0.02) as (supervisor, _):
             spare = await appeared(supervisor)
             spare.kill()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(300):
                 while spare.status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
             await killed(supervisor, 1)
@@ -147,7 +147,7 @@ def test_one_is_shared_by_several_supervisors() -> None:
 
 
 async def appeared_beside(*supervisors: Supervisor) -> psutil.Process:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         while True:
             mine = [child for child in psutil.Process().children() if "fake_engine" in _command(child)]
             others = [child for child in mine if child.pid not in {each.pid for each in supervisors}]

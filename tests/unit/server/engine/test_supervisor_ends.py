@@ -158,7 +158,7 @@ def test_an_engine_that_had_to_be_killed_counts_as_failed() -> None:
             await client.until(lambda: bool(client.tokens))
             os.kill(supervisor.pid or 0, signal.SIGSTOP)
             send_garbage(supervisor)
-            await asyncio.wait_for(asyncio.shield(supervisor.dead), 20)
+            await asyncio.wait_for(asyncio.shield(supervisor.dead), 300)
 
     run(body)
 
@@ -169,7 +169,7 @@ def test_an_engine_that_cannot_even_be_started_again_is_given_up() -> None:
             supervisor._program = ("/no/such/program",)
             supervisor.submit(request("r", tokens=1000))
             os.kill(supervisor.pid or 0, signal.SIGSEGV)
-            await asyncio.wait_for(asyncio.shield(supervisor.dead), 20)
+            await asyncio.wait_for(asyncio.shield(supervisor.dead), 300)
             assert client.ends["r", 0].finish == "error"
 
     run(body)
@@ -186,7 +186,7 @@ def test_supervision_that_fails_gives_up_instead_of_ending_silently() -> None:
             supervisor.submit(request("r", tokens=1000))
             await client.until(lambda: bool(client.tokens))
             os.kill(supervisor.pid or 0, signal.SIGKILL)
-            await asyncio.wait_for(asyncio.shield(supervisor.dead), 20)
+            await asyncio.wait_for(asyncio.shield(supervisor.dead), 300)
             assert client.ends["r", 0].finish == "error"
 
     run(body)

@@ -56,7 +56,7 @@ def test_an_engine_that_crashes_on_a_request_of_ours_is_given_up_and_nobody_is_b
     async def body() -> None:
         async with supervised("poison:0", max_restarts=2) as (supervisor, client):
             supervisor.submit(request("bad", (0,)))
-            await asyncio.wait_for(asyncio.shield(supervisor.dead), 20)
+            await asyncio.wait_for(asyncio.shield(supervisor.dead), 300)
             assert not client.ends["bad", 0].culprit
             assert supervisor.state is EngineState.DEAD
 
@@ -86,7 +86,7 @@ def test_an_idle_engine_that_is_stopped_is_replaced_too() -> None:
     async def body() -> None:
         async with supervised(hang_seconds=2.0) as (supervisor, client):
             os.kill(supervisor.pid or 0, signal.SIGSTOP)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(300):
                 while supervisor.restarts == 0:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             supervisor.submit(request("r", tokens=5))
@@ -125,7 +125,7 @@ def test_a_restart_that_hangs_is_tried_again() -> None:
             await client.until(lambda: bool(client.tokens))
             working, supervisor._config = supervisor._config, EngineConfig(model="hang-at-start")
             os.kill(supervisor.pid or 0, signal.SIGSEGV)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(300):
                 while supervisor.restarts < 2:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             supervisor._config = working

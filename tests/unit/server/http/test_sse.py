@@ -99,7 +99,7 @@ def test_a_client_that_leaves_closes_the_frames_at_once() -> None:
         task = serve(frames, server)
         await asyncio.sleep(0.01)
         server.leaves.set()
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, 300)
         assert frames.is_closed
 
     asyncio.run(run())
@@ -112,7 +112,7 @@ def test_a_client_that_leaves_before_the_first_frame() -> None:
         await asyncio.sleep(0.01)
         server.leaves.set()
         with pytest.raises(ClientGone):
-            await asyncio.wait_for(task, 20)
+            await asyncio.wait_for(task, 300)
         assert frames.is_closed
         assert server.sent == []
 
@@ -138,7 +138,7 @@ def test_frames_are_not_asked_for_while_the_client_does_not_read() -> None:
         assert asked == [b"data: 1\n\n"]
         assert KEEP_ALIVE not in server.body, "who does not read needs no signs of life"
         server.takes.set()
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, 300)
         assert server.body.replace(KEEP_ALIVE, b"") == b"data: 1\n\ndata: 2\n\n" + DONE
 
     asyncio.run(run())

@@ -73,7 +73,7 @@ async def test_who_is_cancelled_leaves_and_its_place_is_not_lost() -> None:
     await asyncio.sleep(0)
     assert served == [3]
     slots.release()
-    await asyncio.wait_for(slots.take(1), 1)
+    await asyncio.wait_for(slots.take(1), 300)
 
 
 async def test_those_that_left_are_forgotten() -> None:

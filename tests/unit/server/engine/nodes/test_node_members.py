@@ -55,7 +55,7 @@ def test_nodes_join_and_leave_with_their_name(monkeypatch: pytest.MonkeyPatch) -
                 together.submit(request("r", (1,), tokens=400))
                 is_known = False
                 await first.node.close()
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(300):
                     while together.rows()[0].state != "lost":  # noqa: ASYNC110
                         await asyncio.sleep(0.01)
                 known.remove(first.address)
