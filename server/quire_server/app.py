@@ -25,6 +25,7 @@ from starlette.types import Scope
 from quire_server.answering.deep_check import DeepCheck
 from quire_server.background import begin
 from quire_server.dialects.chat import routes as chat
+from quire_server.dialects.common import show_model_defaults
 from quire_server.dialects.completions import routes as completions
 from quire_server.dialects.image_placeholder import image_placeholder
 from quire_server.dialects.infill import routes as infill
@@ -81,7 +82,6 @@ from quire_server.routes import (
 )
 from quire_server.routes.dashboard import Feed
 from quire_server.routes.elsewhere import advice
-from quire_server.settings import Settings
 from quire_server.state import ServerState
 from quire_server.text.markdown import MarkdownRenderer
 
@@ -152,7 +152,7 @@ def create_app(state: ServerState) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     _handle_errors(app)
-    _document(app, state.settings, bodies)
+    _document(app, state, bodies)
     _guard(app, state, bodies, collectors)
     return app
 
@@ -278,12 +278,14 @@ def _without_slash(request: Request) -> str | None:
     return "../" * (len(path) - len(bare)) + name + (f"?{query}" if query else "")
 
 
-def _document(app: FastAPI, settings: Settings, bodies: BodyLimits) -> None:
-    framework_document = app.openapi
+def _document(app: FastAPI, state: ServerState, bodies: BodyLimits) -> None:
+    framework_document, settings = app.openapi, state.settings
+    # Several models have defaults of their own, so the document shows those of the APIs.
+    defaults = state.defaults.sampling if len(state.every) == 1 else {}
 
     @cache
     def document() -> dict[str, Any]:
-        return openapi.complete(
+        completed = openapi.complete(
             framework_document(),
             ROUTERS,
             needs_key=settings.needs_key,
@@ -291,6 +293,8 @@ def _document(app: FastAPI, settings: Settings, bodies: BodyLimits) -> None:
             looks_at_hosts=checks_hosts(settings),
             limits=bodies,
         )
+        show_model_defaults(completed["components"]["schemas"].values(), defaults)
+        return completed
 
     app.openapi = document  # type: ignore[method-assign]  # the framework's documented way
 

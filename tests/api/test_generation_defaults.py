@@ -12,7 +12,7 @@ from quire_engine.types import GenerationRequest
 from quire_server.state import ServerState
 from quire_server.text.generation_config import GenerationDefaults
 from support.fake_engine import FakeEngine
-from support.fakes import connect, make_app, make_state
+from support.fakes import MODEL, connect, make_app, make_state
 from support.fim_tokenizers import fim_state
 
 pytestmark = pytest.mark.anyio
@@ -68,6 +68,27 @@ async def test_null_is_left_out_and_zero_is_greedy(path: str) -> None:
 async def test_without_defaults_they_are_openais(path: str) -> None:
     request = await submitted(path, GenerationDefaults())
     assert list(numbers(request).values()) == [1.0, 1.0, 0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("defaults", [GenerationDefaults(), DEFAULTS], ids=["the dialect's", "the model's"])
+async def test_the_document_shows_the_defaults_that_hold(defaults: GenerationDefaults) -> None:
+    state = make_state()
+    state.defaults = defaults
+    schemas = make_app(state).openapi()["components"]["schemas"]
+    bodies = {
+        "CompletionRequest": "/v1/completions",
+        "ChatCompletionRequest": "/v1/chat/completions",
+        "ResponseRequest": "/v1/responses",
+        "MessageRequest": "/v1/messages",
+        "ModelOptions": "/api/chat",
+    }
+    for schema, path in bodies.items():
+        body = {"model": MODEL, "messages": SAY} if path == "/api/chat" else {}
+        holds = numbers(await submitted(path, defaults, **body))
+        fields = schemas[schema]["properties"]
+        if path == "/api/chat":
+            fields["repetition_penalty"] = fields["repeat_penalty"]
+        assert {name: fields[name]["default"] for name in NUMBERS} == holds, schema
 
 
 async def test_the_models_limit_holds_where_neither_request_nor_dialect_has_one() -> None:

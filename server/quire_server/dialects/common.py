@@ -6,7 +6,7 @@ Null always means "not given".
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
@@ -47,6 +47,36 @@ def _lists_of(value: object) -> list[list[object]]:
 
 FEW_PARTS = BeforeValidator(_check_parts)
 Speculates = Annotated[bool | None, Field(description="false: no guessed tokens are computed; no answer changes")]
+
+
+_MODEL_DEFAULT = "x-model-default"  # in a field's schema: the name of the number that a model may have a default for
+
+
+def number_field(name: str, default: float, description: str = "", *, models: bool = True) -> Any:
+    """A field that is null if absent, whose schema shows the default that holds then instead of null.
+
+    With `models` a model's own default for the number `name` goes first (`show_model_defaults`).
+    """
+    said = f"default: the model's, or {default:g}" if models else ""
+    return Field(
+        None,
+        description="; ".join(filter(None, (description, said))) or None,
+        json_schema_extra={"default": default} | ({_MODEL_DEFAULT: name} if models else {}),
+    )
+
+
+def switch_field(default: bool, description: str | None = None) -> Any:
+    """A field that is null if absent, whose schema shows the default that holds then instead of null."""
+    return Field(None, description=description, json_schema_extra={"default": default})
+
+
+def show_model_defaults(schemas: Iterable[dict[str, Any]], defaults: Mapping[str, float]) -> None:
+    """Put the model's own defaults into the schemas of the fields that they hold for, in place."""
+    for schema in schemas:
+        for field in schema.get("properties", {}).values():
+            name = field.pop(_MODEL_DEFAULT, None)
+            if name in defaults:
+                field["default"] = defaults[name]
 
 
 FinishedBecause = Literal["stop", "length", "tool_calls", "abort"]
@@ -354,14 +384,14 @@ class StreamOptions(WireModel):
 class SamplingFields(WireModel):
     """The parameters of a token's distribution and the seed of its draw, by their names in the neutral request."""
 
-    temperature: Temperature | None = Field(None, description="below 1e-5 is greedy")
-    top_p: TopP | None = None
-    top_k: TopK | None = Field(None, description="0 and -1 are off")
-    min_p: Probability | None = None
+    temperature: Temperature | None = number_field("temperature", 1.0, "below 1e-5 is greedy")
+    top_p: TopP | None = number_field("top_p", 1.0)
+    top_k: TopK | None = number_field("top_k", 0, "0 and -1 are off")
+    min_p: Probability | None = number_field("min_p", 0.0)
     seed: Int64 | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = number_field("presence_penalty", 0.0, models=False)
+    frequency_penalty: Penalty | None = number_field("frequency_penalty", 0.0, models=False)
+    repetition_penalty: RepetitionPenalty | None = number_field("repetition_penalty", 1.0, "1 is off")
 
     def given_numbers(self) -> dict[str, Any]:
         """The numbers that are not null, by their names, and these names as `given`."""
@@ -383,8 +413,8 @@ class DecodingFields(SamplingFields):
     """Which tokens are taken, and which of them end a choice."""
 
     logit_bias: LogitBias = None
-    min_tokens: TokenCount | None = None
-    ignore_eos: bool | None = None
+    min_tokens: TokenCount | None = number_field("min_tokens", 0, models=False)
+    ignore_eos: bool | None = switch_field(False)
     speculation: Speculates = None
     stop: StopStrings = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_BIASED_TOKENS)] | None = None
@@ -427,8 +457,8 @@ class PromptProgress(ReplyModel):
 class GenerationFields(DecodingFields, ServingFields):
     """Sampling, stopping and reply options of both endpoints."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stream: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = number_field("n", 1, models=False)
+    stream: bool | None = switch_field(False)
     stream_options: StreamOptions | None = None
 
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
@@ -437,7 +467,7 @@ class GenerationFields(DecodingFields, ServingFields):
     )
 
     max_tokens: TokenLimit | None = None
-    include_stop_str_in_output: bool | None = None
+    include_stop_str_in_output: bool | None = switch_field(False)
 
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: KeptTokens | None = Field(

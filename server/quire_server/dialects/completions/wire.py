@@ -20,8 +20,10 @@ from quire_server.dialects.common import (
     Prompts,
     ReplyModel,
     Timings,
+    TokenLimit,
     UsageInfo,
     bounded,
+    number_field,
     one_or_many,
 )
 from quire_server.dialects.options import generation_options, review
@@ -38,6 +40,7 @@ class CompletionRequest(StructuredFields):
         None,
         description="choices to generate; the n likeliest are returned, the usage counts all; streams need beam search",
     )
+    max_tokens: TokenLimit | None = number_field("max_tokens", _DEFAULT_MAX_TOKENS, models=False)
     suffix: str | None = Field(None, description="the text after the middle, for models that can fill in the middle")
     echo: bool | None = Field(None, description="the prompt is part of the text, and of the logprobs")
     logprobs: LogprobCount | None = Field(

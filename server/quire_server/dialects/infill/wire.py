@@ -21,13 +21,19 @@ from quire_server.dialects.common import (
     Int64,
     Penalty,
     Probability,
+    RepetitionPenalty,
     ReplyModel,
     Speculates,
     StopStrings,
+    Temperature,
     Timings,
+    TopK,
+    TopP,
     WantsTimings,
     WireModel,
+    number_field,
     review_extras,
+    switch_field,
 )
 from quire_server.errors import Unsupported
 
@@ -64,21 +70,19 @@ class InfillRequest(WireModel):
     )
     prompt: str | None = Field(None, description="the beginning of the middle")
     model: Annotated[str, Field(max_length=256)] | None = None
-    stream: bool | None = None
+    stream: bool | None = switch_field(False)
     n_predict: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(None, description="-1: as many as fit")
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="default: the model's, or 0.8")
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
-        None, description="default: the model's, or 40; 0 is off"
-    )
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="default: the model's, or 0.95")
-    min_p: Probability | None = Field(None, description="default: the model's, or 0.05")
+    temperature: Temperature | None = number_field("temperature", 0.8)
+    top_k: TopK | None = number_field("top_k", 40, "0 is off")
+    top_p: TopP | None = number_field("top_p", 0.95)
+    min_p: Probability | None = number_field("min_p", 0.05)
     seed: Int64 | None = Field(None, description="-1: a random one")
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    repeat_penalty: RepetitionPenalty | None = number_field("repetition_penalty", 1.0, "1 is off")
+    presence_penalty: Penalty | None = number_field("presence_penalty", 0.0, models=False)
+    frequency_penalty: Penalty | None = number_field("frequency_penalty", 0.0, models=False)
     stop: StopStrings = None
-    ignore_eos: bool | None = None
-    return_tokens: bool | None = None
+    ignore_eos: bool | None = switch_field(False)
+    return_tokens: bool | None = switch_field(False)
     timings: WantsTimings = None
     speculation: Speculates = None
 

@@ -37,6 +37,7 @@ from quire_server.dialects.common import (
     TokenCount,
     WireModel,
     review_extras,
+    switch_field,
 )
 from quire_server.dialects.thinking import ThinkingFields, Wish, check_thinking
 from quire_server.dialects.tools import MAX_TOOLS, ToolName, template_tool, tool_options
@@ -540,8 +541,8 @@ class CountTokensRequest(ThinkingFields):
 
 
 class MessageRequest(SamplingFields, CountTokensRequest):
-    max_tokens: TokenCount = Field(description="0: the prompt is read, for the prefix cache, and nothing is said")
-    stream: bool | None = None
+    max_tokens: TokenCount = Field(description="0: the prompt is read, for the prefix cache, and no text is generated")
+    stream: bool | None = switch_field(False)
     stop_sequences: StopStrings = None
 
     timeout: Timeout | None = Field(None, description="seconds; unfinished by then, it ends with 504")

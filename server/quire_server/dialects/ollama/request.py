@@ -32,9 +32,12 @@ from quire_server.dialects.common import (
     RepetitionPenalty,
     StopStrings,
     Temperature,
+    TopK,
     TopP,
     WireModel,
+    number_field,
     review_extras,
+    switch_field,
 )
 from quire_server.dialects.tools import ToolName, Tools, tool_options
 from quire_server.errors import BadRequest, Unsupported
@@ -87,17 +90,15 @@ Think = bool | Literal["low", "medium", "high", "max"] | None
 class ModelOptions(WireModel):
     """The field `options`. Those of a load, such as `num_ctx`, have no effect, and are reported."""
 
-    temperature: Temperature | None = Field(None, description="default: the model's, or 0.8")
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
-        None, description="default: the model's, or 40; 0 is off"
-    )
-    top_p: TopP | None = Field(None, description="default: the model's, or 0.9")
-    min_p: Probability | None = None
+    temperature: Temperature | None = number_field("temperature", 0.8)
+    top_k: TopK | None = number_field("top_k", 40, "0 is off")
+    top_p: TopP | None = number_field("top_p", 0.9)
+    min_p: Probability | None = number_field("min_p", 0.0)
     seed: Int64 | None = None
     num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = Field(None, description="below 0: as many as fit")
-    repeat_penalty: RepetitionPenalty | None = Field(None, description="over prompt and answer; 1 by default")
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    repeat_penalty: RepetitionPenalty | None = number_field("repetition_penalty", 1.0, "over prompt and answer")
+    presence_penalty: Penalty | None = number_field("presence_penalty", 0.0, models=False)
+    frequency_penalty: Penalty | None = number_field("frequency_penalty", 0.0, models=False)
     stop: StopStrings = None
 
     def sampling(self, num_logprobs: int | None) -> SamplingOptions:
@@ -163,7 +164,7 @@ class ModelFields(WireModel):
 class _Generation(ModelFields):
     """The common fields of /api/chat and /api/generate."""
 
-    stream: bool | None = Field(None, description="true by default: a line of JSON for each piece")
+    stream: bool | None = switch_field(True, "a line of JSON for each piece of the answer")
     format: Format = Field(None, description="json, or the schema of the answer")
     options: ModelOptions | None = None
     think: Think = Field(None, description="for models that think before they answer")

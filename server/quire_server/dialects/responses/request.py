@@ -31,6 +31,7 @@ from quire_server.dialects.common import (
     WireModel,
     bounded,
     review_extras,
+    switch_field,
 )
 from quire_server.dialects.responses.items import (
     ContentItem,
@@ -285,9 +286,9 @@ class ResponseRequest(DecodingFields, ServingFields, ThinkingFields):
     include: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=MAX_INCLUDES)] | None = Field(
         None, description=f"{INCLUDE_LOGPROBS}; others are without effect, and reported"
     )
-    stream: bool | None = None
+    stream: bool | None = switch_field(False)
     stream_options: dict[str, object] | None = Field(None, description="include_obfuscation is without effect")
-    store: bool | None = Field(None, description="false: the response cannot be read or continued later")
+    store: bool | None = switch_field(True, "false: the response cannot be read or continued later")
     metadata: (
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
