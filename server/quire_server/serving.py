@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from quire_server.engine.models.model_set import ModelSet
     from quire_server.launch import Stop
     from quire_server.state import ServerState
+    from quire_server.text.generation_config import GenerationDefaults
 
 # Seconds of a stop after the drain; together with the engine's end, which comes last, less than five.
 LAST_WORDS_SECONDS = 1.5  # for clients to read the error with which their requests end
@@ -268,18 +269,23 @@ def _greet(settings: Settings, state: ServerState, listening: Listening) -> None
     """Log what is served and how to call it; the listener has logged the address. The whole plan is for --verbose."""
     for each in state.every:
         plan = each.client.plan
-        log.info("model %s: %s", each.model_names[0], summary_text(plan))
+        log.info("model %s: %s%s", each.model_names[0], summary_text(plan), _defaults_text(each.defaults))
         quality = quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)
         for line in plan_text(plan, quality).splitlines():
             log.debug("%s", line)
-    if state.defaults.source:
-        numbers = ", ".join(f"{name} {value:g}" for name, value in state.defaults.shown.items())
-        log.info("what requests leave out, by %s: %s", state.defaults.source, numbers)
-    if settings.needs_key and not settings.admin_keys and not settings.allow_local_admin:
-        log.info("no admin key is set, so /debug, /admin and the dashboard's data are closed; see --admin-api-key")
     has_page = state.prompts is not None and settings.uds is None
     chat = f"chat at {listening.address}/ or with `quire chat`; " if has_page else ""
-    log.info("%stry: %s", chat, example(settings, state, listening))
+    is_closed = settings.needs_key and not settings.admin_keys and not settings.allow_local_admin
+    closed = "/debug, /admin and the dashboard's data need --admin-api-key; " if is_closed else ""
+    log.info("%s%stry: %s", chat, closed, example(settings, state, listening))
+
+
+def _defaults_text(defaults: GenerationDefaults) -> str:
+    """The model's own sampling defaults and where they are from, for the end of its line; empty if it has none."""
+    if not defaults.source:
+        return ""
+    numbers = ", ".join(f"{name} {value:g}" for name, value in defaults.shown.items())
+    return f"; defaults of requests: {numbers} (from {defaults.source})"
 
 
 def example(settings: Settings, state: ServerState, listening: Listening) -> str:

@@ -135,7 +135,7 @@ def unfolded(file: Path, *, name: str = "", tokenizer: bool = True) -> Path:
         written["tokenizer_config.json"] = special.config(config["max_position_embeddings"])
     written["config.json"] = config
     sampling = _sampling(model.metadata)
-    source = "the file, and for the rest llama.cpp" if sampling else "llama.cpp, as the file has none"
+    source = "the file and llama.cpp" if sampling else "llama.cpp"
     written["generation_config.json"] = {**_FORMAT_SAMPLING, **sampling, SAMPLING_SOURCE: source}
     try:
         folder = _new_folder()

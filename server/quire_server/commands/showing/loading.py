@@ -18,7 +18,7 @@ from quire_engine.memory_plan import bytes_text
 log = logging.getLogger("quire.loading")
 
 _QUIET_SECONDS = 1.0
-_SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_BETWEEN_LINES = 10.0
 _LOOK_SECONDS = 0.2
 
 

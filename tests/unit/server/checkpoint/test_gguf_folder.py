@@ -173,14 +173,14 @@ def test_defaults_of_sampling_are_those_of_the_file(file: Path, tmp_path: Path) 
     path = changed(file, tmp_path, {f"general.sampling.{key}": value for key, value in sampling.items()})
     found = generation_defaults("auto", {}, unfolded(path))
     assert found.shown == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.05}
-    assert found.source == "the file, and for the rest llama.cpp"
+    assert found.source == "the file and llama.cpp"
 
 
 def test_a_file_without_defaults_of_sampling_has_those_of_its_format(file: Path) -> None:
     folder = unfolded(file)
     found = generation_defaults("auto", {}, folder)
     assert found.shown == {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-    assert found.source == "llama.cpp, as the file has none"
+    assert found.source == "llama.cpp"
     own = generation_defaults("auto", {"temperature": 0.2}, folder)
     assert own.shown == {"temperature": 0.2, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
     assert generation_defaults("none", {}, folder).shown == {}
