@@ -1,6 +1,6 @@
 """`deploy/ray_serve.py` on a real cluster of one machine: streams survive the loss of a node, of an actor, and updates.
 
-Run by `make ray-test` in an environment that has Ray. Every command of docs/ray.md that can be run here is.
+Run by `make ray-test` in an environment that has Ray. Every command of docs/nodes.md, Ray, that can be run here is.
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ def test_an_update_to_another_model_leaves_no_front_with_the_nodes_of_the_old_on
 
 
 def test_the_commands_of_the_page_are_those_that_run_here(cluster: Cluster) -> None:
-    page = (ROOT / "docs" / "ray.md").read_text()
+    page = (ROOT / "docs" / "nodes.md").read_text().split("\n## Ray\n")[1]
     commands = re.search(r"```sh\n(.*?)```", page, re.DOTALL)
     assert commands is not None
     words = [line.split()[:2] for line in commands[1].splitlines()]
