@@ -14,7 +14,7 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 
 import nh3
 from markdown_it import MarkdownIt
@@ -42,6 +42,8 @@ _ATTRIBUTES = {
     "ol": {"start"},
     **{tag: {"class"} for tag in ("code", "span", "th", "td")},
 }
+_BARE_URL = re.compile(r"(?<![\w/])https?://[^\W_][^\s<>\"`]{0,2047}", re.IGNORECASE)
+_ENDS_SENTENCE = ".,:;!?'*_~…"
 _FORMATTER = HtmlFormatter(nowrap=True)
 
 
@@ -52,6 +54,7 @@ class Renderer:
         self._markdown = MarkdownIt("commonmark", {"html": False, "highlight": _highlighted})
         self._markdown.enable(["table", "strikethrough"])
         self._markdown.core.ruler.push("lower_headings", _lower_headings)
+        self._markdown.core.ruler.push("link_urls", _link_urls)
         self._markdown.add_render_rule("image", _image_as_link)
 
     def render(self, text: str) -> str:
@@ -86,6 +89,48 @@ def _lower_headings(state: StateCore) -> None:
             token.tag = f"h{min(int(token.tag[1]) + _SMALLER, 6)}"
         elif style := token.attrs.pop("style", None):
             token.attrSet("class", str(style).rpartition(":")[2])
+
+
+def _link_urls(state: StateCore) -> None:
+    """Turn http and https addresses that stand in plain text into links; links and code stay as they are."""
+    for block in state.tokens:
+        if block.children:
+            block.children = list(_with_links(block.children, state.md))
+
+
+def _with_links(tokens: Sequence[Token], markdown: MarkdownIt) -> Iterator[Token]:
+    depth = 0  # of links
+    for token in tokens:
+        if token.type in ("link_open", "link_close"):
+            depth += token.nesting
+        if token.type != "text" or depth:
+            yield token
+            continue
+        at = 0
+        for found in _BARE_URL.finditer(token.content):
+            url = _without_punctuation(found[0])
+            yield _text(token.content[at : found.start()])
+            yield Token("link_open", "a", 1, attrs={"href": markdown.normalizeLink(url)})
+            yield _text(url)
+            yield Token("link_close", "a", -1)
+            at = found.start() + len(url)
+        yield _text(token.content[at:])
+
+
+def _without_punctuation(url: str) -> str:
+    """The address without what ends its sentence, and without a bracket at its end that was opened before it."""
+    while True:
+        kept = url.rstrip(_ENDS_SENTENCE)
+        for opening, closing in ("()", "[]", "{}"):
+            if kept.endswith(closing) and kept.count(closing) > kept.count(opening):
+                kept = kept[:-1]
+        if kept == url:
+            return url
+        url = kept
+
+
+def _text(content: str) -> Token:
+    return Token("text", "", 0, content=content)
 
 
 def _image_as_link(

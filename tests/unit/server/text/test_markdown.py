@@ -33,6 +33,13 @@ def renderer() -> Renderer:
         ('```"><script>\na\n```', "<pre><code>a\n</code></pre>\n"),
         ("[a](https://b.c)", f'<p><a href="https://b.c" {LINK}>a</a></p>\n'),
         ("![a](https://b.c/d.png)", f'<p><a href="https://b.c/d.png" {LINK}>Image: a</a></p>\n'),
+        (
+            "(a https://b.c/d_e?f=(g).)",
+            f'<p>(a <a href="https://b.c/d_e?f=(g)" {LINK}>https://b.c/d_e?f=(g)</a>.)</p>\n',
+        ),
+        ("**http://b.c**", f'<p><strong><a href="http://b.c" {LINK}>http://b.c</a></strong></p>\n'),
+        ("[https://a.b](https://c.d)", f'<p><a href="https://c.d" {LINK}>https://a.b</a></p>\n'),
+        ("`https://a.b` https://...", "<p><code>https://a.b</code> https://...</p>\n"),
     ],
 )
 def test_text_becomes_html(renderer: Renderer, text: str, html: str) -> None:
