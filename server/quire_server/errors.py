@@ -69,13 +69,13 @@ class BadRequest(ClientError):
 
 
 class Unsupported(BadRequest):
-    """400: what this server, or this route, does not do."""
+    """400: a feature that this server or this route does not support."""
 
     default_code = "unsupported_parameter"
 
 
 class RequestQuarantined(BadRequest):
-    """400: the like of this request has taken the engine down, or made a step fail; refused for a while."""
+    """400: similar requests crashed the engine or made a step fail; they are refused for a while."""
 
     default_code = "request_quarantined"
 
@@ -85,13 +85,13 @@ class RequestQuarantined(BadRequest):
 
 
 class ContextLengthExceeded(BadRequest):
-    """400: the prompt (or prompt and max_tokens) can never fit; say both numbers in the message."""
+    """400: the prompt (or prompt and max_tokens) exceeds the context; the message has both numbers."""
 
     default_code = "context_length_exceeded"
 
 
 class Unauthorized(ClientError):
-    """401: no key, or not one of ours. The same text for every cause."""
+    """401: no key, or a wrong one; the message is the same for every cause."""
 
     status = 401
     default_code = "invalid_api_key"
@@ -102,20 +102,20 @@ class Unauthorized(ClientError):
 
 
 class Forbidden(ClientError):
-    """403: for the operator only, and no key could help here."""
+    """403: for the operator only; the server has no key that would allow it."""
 
     status = 403
     default_code = "admin_only"
 
 
 class OriginNotAllowed(Forbidden):
-    """403: another site's page asks to change something; --allowed-origins adds sites."""
+    """403: a page of another site sent a request that changes something; --allowed-origins adds sites."""
 
     default_code = "origin_not_allowed"
 
 
 class HostNotAllowed(Forbidden):
-    """403: the Host header has a name that is not this server's; --allowed-hosts adds names."""
+    """403: the Host header names another server; --allowed-hosts adds names."""
 
     default_code = "host_not_allowed"
 
@@ -128,7 +128,7 @@ class RouteNotFound(ClientError):
 
 
 class ModelNotFound(ClientError):
-    """404: the name is not one this server answers to; the message has those that it lists."""
+    """404: the model's name is unknown; the message lists the served ones."""
 
     status = 404
     default_code = "model_not_found"
@@ -141,14 +141,14 @@ class ModelNotFound(ClientError):
 
 
 class ResponseNotFound(ClientError):
-    """404: no response or item of that id is stored for this key."""
+    """404: this key has no stored response or item of that id."""
 
     status = 404
     default_code = "response_not_found"
 
 
 class BatchesOff(ClientError):
-    """404: this server was started without a folder for files and batches."""
+    """404: this server was started without --batch-dir, the folder of files and batches."""
 
     status = 404
     default_code = "batches_off"
@@ -158,7 +158,7 @@ class BatchesOff(ClientError):
 
 
 class FileNotFound(ClientError):
-    """404: no file of that id is kept for this key."""
+    """404: this key has no file of that id."""
 
     status = 404
     default_code = "file_not_found"
@@ -168,7 +168,7 @@ class FileNotFound(ClientError):
 
 
 class BatchNotFound(ClientError):
-    """404: no batch of that id is kept for this key."""
+    """404: this key has no batch of that id."""
 
     status = 404
     default_code = "batch_not_found"
@@ -178,7 +178,7 @@ class BatchNotFound(ClientError):
 
 
 class NotRemembered(ClientError):
-    """404: what was asked about the engine is not known, or not any more."""
+    """404: the request or step is unknown, or no longer recorded."""
 
     status = 404
     default_code = "not_remembered"
@@ -202,7 +202,7 @@ class RequestTimeout(ClientError):
 
 
 class Conflict(ClientError):
-    """409: not in the state that the server is in."""
+    """409: not possible in the current state."""
 
     status = 409
     default_code = "conflict"
@@ -226,7 +226,7 @@ class PayloadTooLarge(ClientError):
 
 
 class UnsupportedMediaType(ClientError):
-    """415: the body is not JSON, or compressed in a way that is not taken."""
+    """415: the body is not JSON, or has an unsupported compression."""
 
     status = 415
     default_code = "unsupported_media_type"
@@ -271,7 +271,7 @@ class HeadersTooLarge(ClientError):
 
 
 class ClientGone(ClientError):
-    """499, seen in logs and metrics only: the client left before its reply."""
+    """499, seen in logs and metrics only: the client disconnected before its reply."""
 
     status = 499
     default_code = "client_gone"
@@ -310,7 +310,7 @@ class NotReady(ApiError):
 
 
 class ShuttingDown(NotReady):
-    """503: the server stops, or has stopped before this request was finished; another one may serve it."""
+    """503: the server is stopping, or stopped before this request was finished; retry on another server."""
 
     default_code = "shutting_down"
 
@@ -319,7 +319,7 @@ class ShuttingDown(NotReady):
 
 
 class ReplicaLost(NotReady):
-    """503: the replica that had the request is lost, and no other one could take it in time; it may be sent again."""
+    """503: the request's replica was lost and no other one could take over in time; it may be retried."""
 
     default_code = "replica_lost"
 
@@ -328,7 +328,7 @@ class ReplicaLost(NotReady):
 
 
 class AbortedByOperator(ApiError):
-    """503: the operator has ended the request; it is not to be sent again."""
+    """503: the operator aborted the request; do not retry it."""
 
     status = 503
     default_code = "aborted"
@@ -338,7 +338,7 @@ class AbortedByOperator(ApiError):
 
 
 class RequestCancelled(ClientError):
-    """499: the client has cancelled the request, by another one."""
+    """499: the client cancelled the request by another request."""
 
     status = 499
     default_code = "request_cancelled"
@@ -348,7 +348,7 @@ class RequestCancelled(ClientError):
 
 
 class DeadlineExceeded(ApiError):
-    """504: the request was not finished in the time that its client gave it."""
+    """504: the request did not finish within its timeout."""
 
     status = 504
     default_code = "deadline_exceeded"
