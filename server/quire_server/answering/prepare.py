@@ -389,12 +389,13 @@ def _completed(state: ServerState, options: GenerationOptions) -> GenerationOpti
 def _refuse_other_models(state: ServerState) -> None:
     if state.scoring.classifier is not None:
         raise BadRequest(
-            "This model classifies texts and writes none; use /classify, /v1/score or /v1/rerank.",
+            "This model classifies texts and cannot generate text; use /classify, /v1/score or /v1/rerank.",
             code="generation_not_supported",
         )
     if why := state.client.plan.scheduler.why_no_text:
         raise BadRequest(
-            f"This model makes vectors and writes no text: {why}; use /v1/embeddings, /v1/score or /v1/rerank.",
+            f"This model returns embeddings and cannot generate text: {why};"
+            " use /v1/embeddings, /v1/score or /v1/rerank.",
             code="generation_not_supported",
         )
 

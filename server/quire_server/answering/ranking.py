@@ -86,7 +86,7 @@ async def answer_classes(request: Request, options: VectorOptions, *, activates:
     classifier = state.scoring.classifier
     if classifier is None:
         raise BadRequest(
-            "This model does not classify: it is no …ForSequenceClassification.", code="classification_not_supported"
+            "This model does not classify: it is not a …ForSequenceClassification.", code="classification_not_supported"
         )
     headers = vector_notes(state, options)
     requests = await prepared(request, options)

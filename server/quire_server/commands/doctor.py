@@ -130,7 +130,7 @@ def watch(
     started = clock()
     scrapes = [read_scrape(read(), started)]
     if "quire_requests_running" not in scrapes[0].samples:
-        raise ConfigError("what answers there is no Quire: it has no metric quire_requests_running")
+        raise ConfigError("the server there is not Quire: it has no metric quire_requests_running")
     while (left := started + seconds - clock()) > 0 or len(scrapes) == 1:
         sleep(min(_EVERY, max(left, 0.0)))
         scrapes.append(read_scrape(read(), clock()))

@@ -45,7 +45,7 @@ class BeamFields(GenerationFields):
                     raise BadRequest(f"'{name}' needs 'use_beam_search': true.", param=name)
             return None
         if self.beam_width is not None and best_of not in (None, self.beam_width):
-            raise BadRequest("'best_of' and 'beam_width' are one thing in beam search; give one.", param="beam_width")
+            raise BadRequest("'best_of' and 'beam_width' mean the same in beam search; give one.", param="beam_width")
         named = [("beam_width", self.beam_width), ("best_of", best_of), ("n", self.n or 1)]
         param, width = next((param, width) for param, width in named if width is not None)
         return BeamOptions(
@@ -173,7 +173,7 @@ class StructuredFields(BeamFields):
         found = list(self._structures())
         if len(found) > 1:
             raise BadRequest(
-                f"'{found[0].param}' and '{found[1].param}' both say what the answer must be; give one.",
+                f"'{found[0].param}' and '{found[1].param}' both constrain the answer; give one.",
                 param=found[1].param,
             )
         return found[0] if found else None

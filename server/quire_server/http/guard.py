@@ -246,7 +246,7 @@ def check_head(scope: Scope, limits: ServerLimits) -> None:
     codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
     if codings not in ([], [b"chunked"]):  # other codings would be taken for the body
         raise BadRequest(
-            "Bodies may be chunked and nothing else.", code="invalid_framing", headers={"Connection": "close"}
+            "The only supported Transfer-Encoding is chunked.", code="invalid_framing", headers={"Connection": "close"}
         )
     if codings and scope["http_version"] == "1.0":  # a proxy of that version would pass on a body of another length
         raise BadRequest(

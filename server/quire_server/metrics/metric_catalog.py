@@ -79,7 +79,7 @@ class RequestMetrics:
         )
         self.cached = values.counter(
             "quire_prompt_tokens_cached",
-            "Of those, tokens taken from the prefix cache.",
+            "Prompt tokens taken from the prefix cache, of requests that produced output.",
             alias="vllm:prompt_tokens_cached",
         )
         self.generated = values.counter(
@@ -118,7 +118,9 @@ class RequestMetrics:
             old="vllm:time_in_queue_requests",
         )
         self.kv_wait = values.histogram(
-            "quire_request_kv_wait_seconds", "At the head of the queue for want of KV blocks, seconds.", REQUEST_SECONDS
+            "quire_request_kv_wait_seconds",
+            "Time at the head of the queue waiting for KV blocks, seconds.",
+            REQUEST_SECONDS,
         )
         self.prefill = values.histogram(
             "quire_request_prefill_time_seconds",
@@ -160,10 +162,10 @@ class RequestMetrics:
             alias="vllm:request_prefill_kv_computed_tokens",
         )
         self.params_n = values.histogram(
-            "quire_request_params_n", "Choices asked for.", (1, 2, 5, 10, 20), alias="vllm:request_params_n"
+            "quire_request_params_n", "Choices requested (n).", (1, 2, 5, 10, 20), alias="vllm:request_params_n"
         )
         self.params_max_tokens = values.histogram(
-            "quire_request_params_max_tokens", "max_tokens asked for.", tokens, alias="vllm:request_params_max_tokens"
+            "quire_request_params_max_tokens", "Requested max_tokens.", tokens, alias="vllm:request_params_max_tokens"
         )
         self.static_slots = values.counter(
             "quire_static_batching_slots",
@@ -174,7 +176,7 @@ class RequestMetrics:
         )
         self.preemptions = values.histogram(
             "quire_request_num_preemptions",
-            "How often a request lost its KV blocks and was computed again.",
+            "Preemptions of a request: times it lost its KV blocks.",
             (0, 1, 2, 3, 4, 5, 10, 20),
             alias="vllm:request_num_preemptions",
         )
@@ -245,7 +247,7 @@ class EngineMetrics:
             children=[("several",), ("one",)],
         )
         self.blocks_saved = values.gauge(
-            "quire_kv_blocks_saved", "KV blocks more that the running sequences would hold if they shared none."
+            "quire_kv_blocks_saved", "KV blocks saved by sharing among the running sequences."
         )
         self.kv_bytes = values.gauge(
             "quire_kv_bytes",
@@ -254,15 +256,19 @@ class EngineMetrics:
             children=[("used",), ("cached",), ("free",)],
         )
         self.slots_allocated = values.gauge("quire_kv_slots_allocated", "Token slots in used KV blocks.")
-        self.slots_unused = values.gauge("quire_kv_slots_unused", "Of those, slots that hold no token: internal waste.")
+        self.slots_unused = values.gauge(
+            "quire_kv_slots_unused", "Token slots in used KV blocks that hold no token: internal fragmentation."
+        )
         self.efficiency = values.gauge(
             "quire_kv_slot_efficiency_ratio",
             "Slots that hold a token over slots in used blocks; 1 when nothing is used.",
         )
         self.steps = values.counter("quire_engine_steps", "Steps that computed something.")
-        self.step_seconds = values.histogram("quire_engine_step_seconds", "One step, whole, seconds.", _STEP)
+        self.step_seconds = values.histogram("quire_engine_step_seconds", "Duration of a step, seconds.", _STEP)
         self.host_seconds = values.histogram(
-            "quire_engine_step_host_seconds", "One step without the model: scheduling and bookkeeping, seconds.", _HOST
+            "quire_engine_step_host_seconds",
+            "Duration of a step without the model: scheduling and bookkeeping, seconds.",
+            _HOST,
         )
         self.step_tokens, self.iteration_tokens = _tokens_of_steps(values)
         self.computed = values.counter(
@@ -311,7 +317,7 @@ class EngineMetrics:
         )
         self.hit_tokens = values.counter(
             "quire_prefix_cache_hit_tokens",
-            "Of those, tokens found.",
+            "Prompt tokens found in the prefix cache.",
             alias="vllm:prefix_cache_hits",
             old="vllm:gpu_prefix_cache_hits",
         )
@@ -341,9 +347,7 @@ class EngineMetrics:
             "quire_engine_padding_rows",
             "Rows without a token that pad steps to one of few sizes; 0 on a CPU.",
         )
-        self.recomputed = values.counter(
-            "quire_recomputed_tokens", "Tokens computed once more, since a preemption had lost their KV blocks."
-        )
+        self.recomputed = values.counter("quire_recomputed_tokens", "Tokens recomputed after a preemption.")
         self.drafts = values.counter(
             "quire_spec_decode_drafts", "Decodes with guessed tokens behind them.", alias="vllm:spec_decode_num_drafts"
         )
@@ -359,7 +363,7 @@ class EngineMetrics:
         )
         self.accepted_by_position = values.counter(
             "quire_spec_decode_accepted_tokens_by_position",
-            "Of those, the ones at this place among the guesses of their decode, from 0.",
+            "Accepted tokens by position among the guesses of their decode, from 0.",
             ("position",),
             children=[(str(position),) for position in range(MOST_DRAFTS)],
             alias="vllm:spec_decode_num_accepted_tokens_per_pos",
@@ -374,7 +378,7 @@ class EngineMetrics:
         )
         self.saved_tokens = values.counter(
             "quire_prefill_tokens_saved",
-            "Tokens that were found, not computed, whenever a request entered the batch; after a preemption too.",
+            "Prompt tokens found in the cache instead of computed, after a preemption too.",
         )
         self.saved_seconds = values.counter(
             "quire_prefill_seconds_saved",
@@ -557,7 +561,9 @@ class KeptMetrics:
         self.blocks = values.gauge(
             "quire_kept_kv_blocks", "KV blocks of prefixes in files that outlive the server, on a CPU."
         )
-        self.bytes = values.gauge("quire_kept_kv_bytes", "Bytes of these blocks.")
+        self.bytes = values.gauge(
+            "quire_kept_kv_bytes", "Bytes of KV blocks of prefixes in files that outlive the server."
+        )
         self.events = values.counter(
             "quire_kept_kv_block_events",
             "KV blocks that were written to these files, read from them, left out because the disk was slower than"
@@ -680,7 +686,7 @@ class MinuteMetrics:
         )
         self.padding = values.gauge(
             "quire_batching_padding_ratio",
-            "The other share: slots that were reserved and held no token.",
+            "Share of the reserved token slots that held no token, last minute.",
             ("batching",),
             children=[("continuous",), ("static",)],
         )
@@ -768,7 +774,7 @@ class PlanMetrics:
         )
         self.attention_width = values.gauge(
             "quire_model_attention_width",
-            "Query heads x head width x layers, by the same parts; 4 of these FLOP per token and token it looks at.",
+            "Query heads x head width x layers, by the same parts; attention takes 4 of these FLOP per pair of tokens.",
             ("part",),
             children=[("layers",), ("sampled",)],
         )
@@ -797,7 +803,9 @@ class PlanMetrics:
             "quire_memory_bytes", "Memory reserved at start, by use.", ("kind",), children=[("weights",), ("kv",)]
         )
         self.kernels_replaced = values.gauge(
-            "quire_kernels_replaced", "1 for each op that failed its check at start: a slower one serves.", ("op",)
+            "quire_kernels_replaced",
+            "1 for each op that failed its check at the start and is replaced by a slower one.",
+            ("op",),
         )
         self.quantization_kl = values.gauge(
             "quire_quantization_mean_kl_nats",
@@ -854,7 +862,7 @@ class BatchMetrics:
     def __init__(self, values: Values) -> None:
         self._lines = values.counter(
             "quire_batch_lines",
-            "Lines of batches that have got their result: completed, or failed with an error.",
+            "Finished lines of batches: completed, or failed with an error.",
             ("outcome",),
             children=[("completed",), ("failed",)],
         )

@@ -262,9 +262,7 @@ async def create_batch(body: Annotated[BatchRequest, json_body(BatchRequest)], r
         return store.add_batch(batch, most_unfinished=MAX_UNFINISHED)
 
     if not await store.run(add):
-        raise BadRequest(
-            f"You have {MAX_UNFINISHED} batches that have not ended, which is the most.", code="too_many_batches"
-        )
+        raise BadRequest(f"You have {MAX_UNFINISHED} unfinished batches, which is the limit.", code="too_many_batches")
     service.runner.wake()
     return BatchObject(**batch.shown())
 
@@ -305,7 +303,7 @@ async def cancel_batch(batch_id: str, request: Request) -> BatchObject:
 
 
 def too_many_files(number: int) -> BadRequest:
-    return BadRequest(f"You have {number} files, which is the most; delete some.", code="too_many_files")
+    return BadRequest(f"You have {number} files, which is the limit; delete some.", code="too_many_files")
 
 
 async def _known(service: BatchService, owner: Owner, batch_id: str) -> Batch:

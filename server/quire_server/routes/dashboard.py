@@ -28,7 +28,8 @@ async def follow(request: Request) -> Response:
     feed: Feed = request.app.state.feed
     if feed.num_listeners >= MOST_VIEWERS:
         raise QueueFull(
-            f"{MOST_VIEWERS} dashboards are open on this server, which is the most.", retry_after_seconds=_RETRY_SECONDS
+            f"{MOST_VIEWERS} dashboards are open on this server, which is the limit.",
+            retry_after_seconds=_RETRY_SECONDS,
         )
     viewing = _Viewing(state_of(request), feed)
     return EventStream(

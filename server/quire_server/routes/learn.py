@@ -97,7 +97,7 @@ async def follow(request: Request) -> Response:
     watch = _watch(request)
     if watch.num_viewers >= MOST_VIEWERS:
         raise QueueFull(
-            f"{MOST_VIEWERS} of these pages are open on this server, which is the most.",
+            f"{MOST_VIEWERS} of these pages are open on this server, which is the limit.",
             retry_after_seconds=_VIEWERS_RETRY_SECONDS,
         )
     viewing = _Viewing(state_of(request), watch)

@@ -64,7 +64,7 @@ class EngineFields(BaseModel):
     tokenizer: str | None = option(None, "Model", "directory or name of the tokenizer, when it is not the model's")
     revision: str | None = option(None, "Model", "branch, tag or commit of a model on the Hub")
     download_dir: Path | None = option(
-        None, "Model", "where models from the Hub are kept; default: the cache of huggingface_hub"
+        None, "Model", "where models from the Hub are stored; default: the cache of huggingface_hub"
     )
     device: Device = option("auto", "Model", "where the model runs; auto takes a GPU where there is one")
     dtype: Annotated[DType, BeforeValidator(synonym_of("dtype"))] = option(
@@ -111,16 +111,18 @@ class EngineFields(BaseModel):
         None, "Model", "longest prompt + output; 8k is 8000, 8K is 8192; default: the model's own", "tokens"
     )
     max_logprobs: LogprobLimit = option(
-        20, "Model", f"most alternatives per token a client may ask for; at most {MAX_LOGPROBS}, which is also -1"
+        20, "Model", f"most alternatives per token a client may request; at most {MAX_LOGPROBS}, which -1 means too"
     )
     generation_config: Annotated[str, BeforeValidator(synonym_of("generation_config"))] = option(
         "auto",
         "Model",
-        "what requests leave out: the model's generation_config.json (auto), OpenAI's (none) or a directory's file",
+        "sampling defaults: the model's generation_config.json (auto), OpenAI's (none) or a directory's file",
     )
-    override_generation_config: JsonObject = option({}, "Model", "values that win over that file's; JSON object")
+    override_generation_config: JsonObject = option(
+        {}, "Model", "values that override those of --generation-config; JSON object"
+    )
     seed: int | None = option(
-        None, "Model", "seed of requests that bring none: the same prompt gets the same answer; default: random"
+        None, "Model", "seed of requests without one, so that the same prompt gets the same answer; default: random"
     )
     chat_template: Path | None = option(
         None, "Model", "Jinja file used instead of the model's chat template, or the name of one of the model's"
@@ -132,7 +134,9 @@ class EngineFields(BaseModel):
         "auto", "Model", "how the model writes calls of tools; auto: by its chat template; see Tools and thinking"
     )
     reasoning_parser: str = option(
-        "auto", "Model", "how the model marks its thoughts; auto: by its chat template; none: they are text"
+        "auto",
+        "Model",
+        "how the model marks its thoughts; auto: by its chat template; none: thoughts are part of the text",
     )
     enable_lora: bool = option(False, "Model", "requests may name LoRA adapters instead of the model")
     lora_modules: LoraModules = option(
@@ -150,7 +154,7 @@ class EngineFields(BaseModel):
         0.9, "Memory", "share of the GPU's memory for weights, workspace and KV cache; unused on a CPU"
     )
     kv_memory: Size | None = option(
-        None, "Memory", "size of the KV cache, such as 2GiB; default: from what is free", "bytes"
+        None, "Memory", "size of the KV cache, such as 2GiB; default: derived from the free memory", "bytes"
     )
     swap_space: SwapSpace = option(
         0,
@@ -162,19 +166,22 @@ class EngineFields(BaseModel):
         None, "Memory", "directory in which prefixes are kept for the next start; on a GPU those of the swap space"
     )
     kv_offload_size: Size = option(
-        16 * 2**30, "Memory", "size of these files on a CPU, for all engines; the longest unused go first", "bytes"
+        16 * 2**30,
+        "Memory",
+        "most bytes of prefixes kept on a CPU, for all engines; the least recently used go first",
+        "bytes",
     )
     packed_cache: bool = option(
-        True, "Memory", "keep packed weights in files, from which the next start takes them; C++ kernels on a CPU only"
+        True, "Memory", "keep packed weights in files for the next start; C++ kernels on a CPU only"
     )
     packed_cache_dir: Path = option(
-        Path("~/.cache/quire/packed"), "Memory", "directory of these files, to which nobody else may write"
+        Path("~/.cache/quire/packed"), "Memory", "directory of packed weights, writable by nobody else"
     )
     packed_cache_size: Size = option(
-        64 * 2**30, "Memory", "size of all these files; the longest unused go first", "bytes"
+        64 * 2**30, "Memory", "most bytes of packed weights; the least recently used go first", "bytes"
     )
     max_cpu_loras: Positive | None = option(
-        None, "Memory", "adapters in memory at most, the others are read when asked for; default: --max-loras"
+        None, "Memory", "most adapters kept in memory; others are read when requested; default: --max-loras"
     )
     block_size: BlockSize = option(LIMITS.block_size, "Memory", "tokens per KV block: 16, 32, 64, 128 or 256", "tokens")
     enable_prefix_caching: bool = option(
@@ -192,11 +199,11 @@ class EngineFields(BaseModel):
     itl_target: float = option(
         LIMITS.itl_target,
         "Scheduling",
-        "prompts beside running streams are computed in steps of about this time; 0 is any",
+        "target time between tokens: prompts beside streams are computed in steps of this time; 0: no target",
         "s",
     )
     max_num_partial_prefills: int = option(
-        LIMITS.max_num_partial_prefills, "Scheduling", "sequences that may be in the middle of their prompt at once"
+        LIMITS.max_num_partial_prefills, "Scheduling", "sequences whose prompts may be partly computed at the same time"
     )
     max_loras: int = option(
         LIMITS.max_loras, "Scheduling", "adapters of the sequences that are computed in one step at most"

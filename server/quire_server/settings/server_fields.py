@@ -38,7 +38,7 @@ class ServerFields(BaseModel):
     model_memory: OptionalSize = option(
         None,
         "Memory",
-        "what several models take together, loaded or asleep; default: half of what is free",
+        "memory of several models together, loaded or sleeping; default: half of the free memory",
         "bytes",
     )
 
@@ -47,20 +47,27 @@ class ServerFields(BaseModel):
     port: Annotated[int, Field(ge=0, le=65535)] = option(8000, "Listening", "TCP port; 0 takes a free one")
     uds: Path | None = option(None, "Listening", "Unix socket to listen on, instead of host and port")
     root_path: RootPath = option(
-        "", "Listening", "path under which a proxy shows this server, such as /llm; answered with and without it"
+        "",
+        "Listening",
+        "path under which a proxy publishes this server, such as /llm; requests work with and without it",
     )
     api_key: Strings = option(
-        (), "Listening", "keys of which every client must bring one: KEY or NAME=KEY; default: none needed", secret=True
+        (),
+        "Listening",
+        "keys, one of which every client must send: KEY or NAME=KEY; default: no key is needed",
+        secret=True,
     )
-    api_key_file: Path | None = option(None, "Listening", "file with more of them, one a line")
+    api_key_file: Path | None = option(None, "Listening", "file with further API keys, one per line")
     admin_api_key: Strings = option(
         (),
         "Listening",
-        "keys that open /debug and /admin; default: see --allow-local-admin",
+        "keys for /debug and /admin; default: see --allow-local-admin",
         secret=True,
     )
-    admin_api_key_file: Path | None = option(None, "Listening", "file with more of them, one a line")
-    allow_local_admin: bool = option(False, "Listening", "let this machine use /debug and /admin without an admin key")
+    admin_api_key_file: Path | None = option(None, "Listening", "file with further admin keys, one per line")
+    allow_local_admin: bool = option(
+        False, "Listening", "let clients on this machine use /debug and /admin without an admin key"
+    )
     tenants: Path | None = option(
         None, "Listening", "YAML file with tenants: digests of their keys, weights, rates, quotas; see Tenants"
     )
@@ -69,14 +76,14 @@ class ServerFields(BaseModel):
     ssl_keyfile_password: str | None = option(None, "Listening", "password of the private key", secret=True)
     ssl_ca_certs: Path | None = option(None, "Listening", "certificate authorities for client certificates")
     ssl_cert_reqs: Annotated[int, Field(ge=0, le=2)] = option(
-        0, "Listening", "certificates of clients: 0 none, 1 checked when brought, 2 required"
+        0, "Listening", "certificates of clients: 0 none, 1 checked if sent, 2 required"
     )
     allowed_origins: Origins = option((), "Listening", "origins browsers may call from (CORS); * is any")
     allowed_hosts: Strings = option(
-        (), "Listening", "names to answer to beside this machine's own, *.NAME is all below NAME, * is any; see Hosts"
+        (), "Listening", "host names accepted besides this machine's own, *.NAME is all below NAME, * is any; see Hosts"
     )
     timeout_keep_alive: PositiveSeconds = option(
-        75.0, "Listening", "an idle connection is kept this long; more than the proxy in front does", "s"
+        75.0, "Listening", "time after which an idle connection is closed; set it above that of a proxy in front", "s"
     )
 
     # -- Limits
@@ -85,20 +92,20 @@ class ServerFields(BaseModel):
     )
     max_connections: Positive = option(1024, "Limits", "open connections, further ones are answered 503")
     max_connections_per_address: Positive = option(
-        512, "Limits", "of those, from one address; further ones are answered 429"
+        512, "Limits", "open connections from one address; further ones are answered 429"
     )
     trusted_proxies: Networks = option(
-        (), "Limits", "addresses and networks of proxies, which bring the connections of many: not counted one by one"
+        (), "Limits", "addresses and networks of proxies, to whose connections the limit per address does not apply"
     )
     image_placeholder: Annotated[str, Field(min_length=1, max_length=1024)] | None = option(
-        None, "Limits", "text that stands for each image in messages; default: a request with images is refused"
+        None, "Limits", "text that replaces each image in messages; default: a request with images is refused"
     )
     strict: bool = option(False, "Limits", "refuse fields without effect, such as unknown ones, instead of naming them")
     response_store_size: Annotated[int, Field(ge=0)] = option(
         1024, "Limits", "past responses of /v1/responses kept to be read and continued; 0 keeps none"
     )
     batch_dir: Path | None = option(
-        None, "Limits", "folder that keeps /v1/files and /v1/batches over restarts; default: none are kept"
+        None, "Limits", "folder of /v1/files and /v1/batches, which survive restarts; default: these routes are off"
     )
     warm_prefix: Path | None = option(
         None, "Limits", "JSON lines with prompts and messages that are computed into the prefix cache before the start"
@@ -106,7 +113,9 @@ class ServerFields(BaseModel):
 
     # -- Streaming
     stream_interval: Positive = option(1, "Streaming", "tokens per streamed chunk; the first comes at once", "tokens")
-    enable_force_include_usage: bool = option(False, "Streaming", "usage in every chunk of a stream, asked for or not")
+    enable_force_include_usage: bool = option(
+        False, "Streaming", "usage in every chunk of a stream, even if not requested"
+    )
     sse_keep_alive_interval: Seconds = option(
         15.0, "Streaming", "a silent stream gets a comment line this often; 0 is never", "s"
     )
@@ -116,7 +125,9 @@ class ServerFields(BaseModel):
 
     # -- Lifetime
     api_server_count: Annotated[int, Field(ge=1, le=64)] = option(
-        1, "Lifetime", "processes that accept connections and do the text of requests; with 2 or more beside a main one"
+        1,
+        "Lifetime",
+        "processes that accept connections, tokenize and format text; 2 or more work beside a main process",
     )
     replicas: Annotated[int, Field(ge=1, le=64)] = option(
         1, "Lifetime", "engines that share the cores and the memory; streams of one that is lost go on with the others"
@@ -205,7 +216,7 @@ class ServerFields(BaseModel):
         "events of the KV cache for routers of others; JSON object; needs quire[events]",
     )
     vllm_old_metric_names: bool = option(
-        True, "Observing", "metrics also under names that vLLM gave up: gpu_cache_usage_perc"
+        True, "Observing", "metrics also under names that vLLM has removed: gpu_cache_usage_perc"
     )
     learn: bool = option(False, "Observing", "let the page /learn pause the engine: requests wait meanwhile")
     check_invariants: bool = option(False, "Observing", "audit the scheduler after every step, not only when idle")

@@ -104,7 +104,7 @@ def _of_operator(override: Mapping[str, object]) -> dict[str, float]:
     unknown = sorted(set(override) - set(_Keys.model_fields))
     if unknown:
         raise ConfigError(
-            f"--override-generation-config: {', '.join(unknown)} is no default of a request;"
+            f"--override-generation-config: {', '.join(unknown)} is not a sampling default;"
             f" it takes {', '.join(_Keys.model_fields)}"
         )
     try:

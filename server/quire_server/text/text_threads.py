@@ -263,7 +263,7 @@ class TextBudget:
         if self.num_texts and self.num_bytes + size > self.max_bytes:
             self._on_refused()
             raise NotReady(
-                "Too much text is waiting to be worked on; retry later.",
+                "The queue of the tokenizer and the templates is full; retry later.",
                 retry_after_seconds=self.num_bytes / _BYTES_A_SECOND,
                 code="text_queue_full",
             )

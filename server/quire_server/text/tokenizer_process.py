@@ -241,4 +241,4 @@ def _version(file: Path) -> tuple[int, int] | None:
 
 
 def _beyond_limits() -> BadRequest:
-    return BadRequest("The text is too long to be worked on within this server's limits.", code="text_too_long")
+    return BadRequest("The text is too long for this server's limits.", code="text_too_long")

@@ -79,9 +79,7 @@ async def count_input_tokens(body: Body, request: Request) -> InputTokens:
 async def retrieve_response(response_id: str, request: Request, stream: bool = False) -> Response:
     """Return a stored response."""
     if stream:
-        raise Unsupported(
-            "Only responses made in the background can be streamed again, and none are made there.", param="stream"
-        )
+        raise Unsupported("Only background responses can be streamed again, and this server has none.", param="stream")
     return Response(_known(request, response_id).raw, media_type="application/json")
 
 
@@ -97,7 +95,7 @@ async def delete_response(response_id: str, request: Request) -> Deleted:
 async def cancel_response(response_id: str, request: Request) -> Response:
     """Refuse, since no response is made in the background."""
     _known(request, response_id)
-    raise BadRequest("Only responses made in the background can be cancelled; close the connection to stop others.")
+    raise BadRequest("Only background responses can be cancelled; close the connection to stop this one.")
 
 
 @router.get("/{response_id}/input_items", responses=NOT_FOUND)

@@ -253,7 +253,7 @@ def test_what_cannot_be_read(capsys: pytest.CaptureFixture[str], monkeypatch: py
     monkeypatch.setattr(doctor, "fetch", lambda url, headers: "other_metric 1\n")
     assert doctor.run(["--url", "http://x"]) == 2
     errors = capsys.readouterr().err
-    for said in ("http:// or https://", "cannot be read", "QUANTITY_STATISTIC", "no server listens", "is no Quire"):
+    for said in ("http:// or https://", "cannot be read", "QUANTITY_STATISTIC", "no server listens", "is not Quire"):
         assert said in errors
 
 

@@ -135,7 +135,7 @@ def test_refusals_name_the_field(param: str, value: object):
     ],
 )
 def test_two_wishes_are_refused(fields: dict[str, object]):
-    with pytest.raises(BadRequest, match="both say what the answer must be") as refused:
+    with pytest.raises(BadRequest, match="both constrain the answer") as refused:
         asked(**fields)
     assert refused.value.param == list(fields)[1]
 

@@ -80,7 +80,7 @@ def test_a_wrong_file_ends_the_start_with_its_key(content: object, text: str, tm
 @pytest.mark.parametrize(
     ("asked", "override", "text"),
     [
-        ("auto", {"temprature": 1}, "temprature is no default of a request; it takes temperature, top_p"),
+        ("auto", {"temprature": 1}, "temprature is not a sampling default; it takes temperature, top_p"),
         ("auto", {"temperature": -1}, "--override-generation-config: temperature: should be greater than"),
         ("nowhere", {}, r"--generation-config nowhere: there is no generation_config\.json"),
     ],
