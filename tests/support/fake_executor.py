@@ -286,7 +286,9 @@ class Run:
     scheduler: Scheduler
     executor: FakeExecutor
     check: bool = True  # invariants after every step
+    seconds_per_token: float = 0.0  # beside the second of every step
     step: int = 0
+    now: float = 0.0
     log: list[Batch] = field(default_factory=list)
     outputs: list[TokenOutput] = field(default_factory=list)
     finish_step: dict[str, int] = field(default_factory=dict)  # of the request's last choice
@@ -295,16 +297,17 @@ class Run:
 
     def add(self, *requests: GenerationRequest) -> None:
         for wanted in requests:
-            self.scheduler.add(wanted, float(self.step))
+            self.scheduler.add(wanted, self.now)
 
     def one_step(self) -> Batch | None:
-        """Schedule, execute, apply; the clock is the step number."""
-        batch = self.scheduler.schedule(float(self.step))
+        """Schedule, execute, apply; the clock is the step number unless tokens take time."""
+        batch = self.scheduler.schedule(self.now)
         if batch is None:
             return None
         self.step += 1
+        self.now += 1.0 + self.seconds_per_token * batch.num_tokens
         self.log.append(batch)
-        self.take(self.scheduler.apply(batch, self.executor.execute(batch), float(self.step)))
+        self.take(self.scheduler.apply(batch, self.executor.execute(batch), self.now))
         if self.check:
             self.scheduler.check_invariants()
         return batch
@@ -327,10 +330,11 @@ class Run:
             self.one_step()
 
 
-def new_run(check: bool = True, **limits: object) -> Run:
+def new_run(check: bool = True, seconds_per_token: float = 0.0, **limits: object) -> Run:
     """A run over a small scheduler; `limits` are as in `scheduler_config`. Its steps take a second, which is no ITL."""
     config = scheduler_config(**{"num_blocks": 256, "max_num_batched_tokens": 512, "itl_target": 0.0, **limits})
-    return Run(scheduler=Scheduler(config), executor=FakeExecutor(config.limits.block_size), check=check)
+    executor = FakeExecutor(config.limits.block_size)
+    return Run(scheduler=Scheduler(config), executor=executor, check=check, seconds_per_token=seconds_per_token)
 
 
 def outputs_of(run: Run, name: str, choice: int = 0) -> list[TokenOutput]:

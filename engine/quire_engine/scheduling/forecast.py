@@ -14,6 +14,7 @@ from typing import Protocol
 
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.sequence import Group, Sequence
+from quire_engine.scheduling.step_prices import StepPrices
 
 
 def has_room(group: Group, *, need: int, available: int) -> bool:
@@ -42,6 +43,9 @@ class CapacityPolicy(Protocol):
     def note_preemption(self, step: int) -> None:
         """Blocks were short, so that a group was preempted in this step."""
 
+    def learn(self, *, prompt_tokens: int, num_decodes: int, seconds: float) -> None:
+        """A step of this size has taken so long."""
+
 
 class ByPrompt:
     """The prompt alone counts, and a full pool preempts. It computes many tokens twice where outputs are long."""
@@ -55,12 +59,16 @@ class ByPrompt:
     def note_preemption(self, step: int) -> None:
         pass
 
+    def learn(self, *, prompt_tokens: int, num_decodes: int, seconds: float) -> None:
+        pass
+
 
 class ByExpectedPeak:
     """The expected peak of held blocks stays within the pool, until the last group ends or the entry has paid.
 
-    It has paid when the group has gained eight times the tokens that it enters with: a short one may enter for a while,
-    though it will be preempted, and uses blocks that would be empty.
+    It has paid when what the group gains is worth more than the tokens that it would lose, at the prices of
+    `StepPrices`. Where a step's fixed part is long, an empty seat is dear and the group may enter for a while, though
+    it will be preempted; where each token takes its own time, it enters if it is expected to reach its end.
 
     "Past-Future" scheduling of Gong et al., ASPLOS 2025. Blocks held at the end of each output are those of all groups
     that still run then, so groups that are far apart in their outputs share a pool that could not hold them in step.
@@ -75,6 +83,7 @@ class ByExpectedPeak:
     def __init__(self) -> None:
         self._lengths = OutputLengths()
         self._margin = Margin()
+        self._prices = StepPrices()
 
     def will_fit(self, group: Group, *, need: int, kv: KVAllocator, running: Values[Group], step: int) -> bool:
         if not running or group.footprint + sum([other.footprint for other in running]) <= kv.num_blocks:
@@ -93,10 +102,12 @@ class ByExpectedPeak:
         used = kv.num_blocks - kv.num_available
         own = used / (used + kv.num_saved) if used else 1.0  # the part of a table that no other table holds
         new = (1.0 - kv.merged_share) / size * sum([group.window is None for group in kv.groups])
-        room = kv.num_available - need - growth - self._margin.at(step) * kv.num_blocks
+        price = self._prices.gain_for_loss(sum([len(other.sequences) for other in running]))
+        price = WORTH if price is None else max(price, LEAST_WORTH)
+        room = kv.num_available - need - growth - self._margin.at(step) * min(price, 1.0) * kv.num_blocks
         # Between two ends every sequence grows by a token a step: its spare slots first, then half a block on average.
         count, spare = len(ends), sum([slots - half for _, slots, _ in ends])
-        worth = WORTH * len(group.leader.token_ids)
+        worth = price * len(group.leader.token_ids)
         for num_steps, slots, blocks in ends:
             if (count * min(num_steps, worth) - spare) * new > room:
                 return False
@@ -113,8 +124,12 @@ class ByExpectedPeak:
     def note_preemption(self, step: int) -> None:
         self._margin.widen(step)
 
+    def learn(self, *, prompt_tokens: int, num_decodes: int, seconds: float) -> None:
+        self._prices.learn(prompt_tokens=prompt_tokens, num_decodes=num_decodes, seconds=seconds)
 
-WORTH = 8  # tokens that a group is to gain for each one that it enters with
+
+WORTH = 8  # tokens that a group is to gain for each one that it enters with, while prices are unknown
+LEAST_WORTH = 0.25  # where computing again costs next to nothing, so that nobody is preempted for every few tokens
 QUANTILE = 0.75  # of past lengths: expectations are to hold for most groups, and the longest few are preempted
 _REMEMBERED = 64  # lengths of one kind of request
 _MOST_KINDS = 256

@@ -61,7 +61,7 @@ class Scheduler:
         """
         config.check()
         limits, policies = config.limits, policies or policies_for(config.limits)
-        self._config, self._itl = config, policies.itl
+        self._config, self._itl, self._capacity = config, policies.itl, policies.capacity
         self._kv, self._swapping = (
             allocator_with(config, host_keys, store, peers) if allocate is None else (allocate(config), None)
         )
@@ -282,6 +282,7 @@ class Scheduler:
             self._log.results.append((batch.step_id, outputs.others, len(self._roster.sequences), result, times))
         sizes = {"prompt_tokens": self._prefill_tokens, "num_decodes": batch.num_decodes}
         self._itl.learn(**sizes, seconds=now - began)
+        self._capacity.learn(**sizes, seconds=now - began)
         self.kept.learn(**sizes, seconds=now - began)
         if self._swapping is not None:
             self._swapping.learn(**sizes, seconds=now - began)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from quire_engine.cost_model import CostModel, StepSizes
 from quire_engine.scheduling.scheduler import Scheduler
@@ -52,6 +53,7 @@ def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float, num_left
     num_context = sum(sequence.num_known for sequence in sequences)
     available, size = scheduler._kv.num_available, scheduler._kv.block_size
     ends: list[float] = []
+    first_began = now
     ages = [0] * size  # number of sequences that need a block in step i, by i modulo the block size
     spared = [
         0
@@ -76,6 +78,8 @@ def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float, num_left
     _welcome(scheduler, sequences)
     scheduler._step += len(ends)
     scheduler._applied_at = now
+    for began, ended in pairwise([first_began, *ends][-3:]):  # of equal steps the newest two count
+        scheduler._capacity.learn(prompt_tokens=0, num_decodes=len(sequences), seconds=ended - began)
     scheduler._prefill_tokens, scheduler._decode_tokens = 0, len(sequences)
     return Leap(request_ids=request_ids, ends=ends, blocks_used=blocks_used)
 
@@ -114,7 +118,8 @@ def prompt_leap(
         for sequence in decodes:
             if sequence.group.account is not None:
                 sequence.group.account.charge_output(1)
-        scheduler._itl.learn(prompt_tokens=chunk, num_decodes=len(decodes), seconds=now - began)
+        for learner in (scheduler._itl, scheduler._capacity):
+            learner.learn(prompt_tokens=chunk, num_decodes=len(decodes), seconds=now - began)
         num_context += len(decodes)
         ends.append(now)
         prompt_tokens.append(chunk)

@@ -249,12 +249,14 @@ def test_the_expected_peak_is_the_exact_one_but_for_half_a_block_each(pytestconf
     assert min(seen.values()) > 50
 
 
+DEAR = 2.0  # seconds of a token beside the second of a step: more than a seat is worth in these small pools
+
 # ---- whole runs ----------------------------------------------------------------------------------------------------
 
 
 def test_a_group_that_would_double_the_pool_waits_and_enters_before_the_other_ends() -> None:
     """17 blocks each at their ends, and 30 in all: they may not be in step, and nothing is computed twice."""
-    run = new_run(num_blocks=30, admission="expected")
+    run = new_run(num_blocks=30, admission="expected", seconds_per_token=DEAR)
     first, second = request("a", 120, 151), request("b", 120, 151)
     run.add(first, second)
     for _ in range(5):
@@ -275,11 +277,10 @@ def test_a_group_that_fits_only_alone_enters_when_the_other_has_ended() -> None:
     assert run.scheduler.stats().total_preemptions == 0
 
 
-def thrash(admission: str, *, stop: tuple[int, ...] = (), victim: str = "least-lost", policy: str = "wfq") -> Run:
+def thrash(admission: str, *, stop: tuple[int, ...] = (), token: float = DEAR, **policies: str) -> Run:
     """Twenty outputs of 150 tokens at once, on a pool that holds one and a half of them."""
-    run = new_run(
-        num_blocks=16, max_num_seqs=16, admission=admission, preemption_victim=victim, scheduling_policy=policy
-    )
+    limits = {"num_blocks": 16, "max_num_seqs": 16, "admission": admission, **policies}
+    run = new_run(seconds_per_token=token, **limits)
     wanted = [request(f"r{number}", 8, 150, stop=stop) for number in range(20)]
     run.add(*wanted)
     run.to_end()
@@ -301,6 +302,13 @@ def test_a_pool_far_too_small_computes_less_twice(stop: tuple[int, ...], most: f
     assert recomputed(stats) <= most < recomputed(without)
     assert stats.total_preemptions < without.total_preemptions / 2
     assert run.step * stats.total_recomputed_tokens < part * greedy.step * without.total_recomputed_tokens
+
+
+def test_where_computing_again_is_cheap_seats_are_filled() -> None:
+    """What a token takes beside the second of every step decides, and is learned from the steps."""
+    cheap, dear = thrash("expected", token=0.001), thrash("expected")
+    assert cheap.step < 0.9 * dear.step
+    assert dear.scheduler.stats().total_preemptions < cheap.scheduler.stats().total_preemptions <= 3 * 20
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "wfq"])
