@@ -279,6 +279,9 @@ def _at(item: ScheduledSequence, position: int) -> int:
     return item.prompt_token_ids[position] if behind_prompt < 0 else item.output_token_ids[behind_prompt]
 
 
+DEAR = 2.0  # seconds of a token beside the second of a step: more than a seat is worth in a small pool
+
+
 @dataclass
 class Run:
     """A scheduler and an executor that step together, with everything that came out."""

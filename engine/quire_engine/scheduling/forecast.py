@@ -33,8 +33,10 @@ class CapacityPolicy(Protocol):
     Does not apply to the elder, whose blocks are made available.
     """
 
-    def will_fit(self, group: Group, *, need: int, kv: KVAllocator, running: Values[Group], step: int) -> bool:
-        """`need`: the blocks that the group takes at once, of those available."""
+    def will_fit(
+        self, group: Group, *, need: int, kv: KVAllocator, running: Values[Group], step: int, is_shared: bool = False
+    ) -> bool:
+        """`need`: the blocks that the group takes at once, of those available; `is_shared`: by several tenants."""
         ...
 
     def note_end(self, sequence: Sequence) -> None:
@@ -50,7 +52,16 @@ class CapacityPolicy(Protocol):
 class ByPrompt:
     """The prompt alone counts, and a full pool preempts. It computes many tokens twice where outputs are long."""
 
-    def will_fit(self, group: Group, *, need: int, kv: KVAllocator, running: Values[Group], step: int) -> bool:  # noqa: ARG002
+    def will_fit(
+        self,
+        group: Group,  # noqa: ARG002
+        *,
+        need: int,  # noqa: ARG002
+        kv: KVAllocator,  # noqa: ARG002
+        running: Values[Group],  # noqa: ARG002
+        step: int,  # noqa: ARG002
+        is_shared: bool = False,  # noqa: ARG002
+    ) -> bool:
         return True
 
     def note_end(self, sequence: Sequence) -> None:
@@ -68,7 +79,9 @@ class ByExpectedPeak:
 
     It has paid when what the group gains is worth more than the tokens that it would lose, at the prices of
     `StepPrices`. Where a step's fixed part is long, an empty seat is dear and the group may enter for a while, though
-    it will be preempted; where each token takes its own time, it enters if it is expected to reach its end.
+    it will be preempted; where each token takes its own time, it enters if it is expected to reach its end. Where
+    several tenants wait or run, what one of them computes again lengthens the steps of all, so the gain is to be
+    `WORTH` tokens at least for each one that may be lost.
 
     "Past-Future" scheduling of Gong et al., ASPLOS 2025. Blocks held at the end of each output are those of all groups
     that still run then, so groups that are far apart in their outputs share a pool that could not hold them in step.
@@ -85,7 +98,9 @@ class ByExpectedPeak:
         self._margin = Margin()
         self._prices = StepPrices()
 
-    def will_fit(self, group: Group, *, need: int, kv: KVAllocator, running: Values[Group], step: int) -> bool:
+    def will_fit(
+        self, group: Group, *, need: int, kv: KVAllocator, running: Values[Group], step: int, is_shared: bool = False
+    ) -> bool:
         if not running or group.footprint + sum([other.footprint for other in running]) <= kv.num_blocks:
             return True  # the pool holds all of them at their longest
         size, half = kv.block_size, kv.block_size // 2
@@ -103,7 +118,7 @@ class ByExpectedPeak:
         own = used / (used + kv.num_saved) if used else 1.0  # the part of a table that no other table holds
         new = (1.0 - kv.merged_share) / size * sum([group.window is None for group in kv.groups])
         price = self._prices.gain_for_loss(sum([len(other.sequences) for other in running]))
-        price = WORTH if price is None else max(price, LEAST_WORTH)
+        price = WORTH if price is None else max(price, WORTH if is_shared else LEAST_WORTH)
         room = kv.num_available - need - growth - self._margin.at(step) * min(price, 1.0) * kv.num_blocks
         # Between two ends every sequence grows by a token a step: its spare slots first, then half a block on average.
         count, spare = len(ends), sum([slots - half for _, slots, _ in ends])
@@ -128,7 +143,7 @@ class ByExpectedPeak:
         self._prices.learn(prompt_tokens=prompt_tokens, num_decodes=num_decodes, seconds=seconds)
 
 
-WORTH = 8  # tokens that a group is to gain for each one that it enters with, while prices are unknown
+WORTH = 8  # tokens to gain for each one that a group enters with, while prices are unknown or several tenants pay
 LEAST_WORTH = 0.25  # where computing again costs next to nothing, so that nobody is preempted for every few tokens
 QUANTILE = 0.75  # of past lengths: expectations are to hold for most groups, and the longest few are preempted
 _REMEMBERED = 64  # lengths of one kind of request

@@ -420,7 +420,8 @@ class Admission:
         need, kv, running = self._need(group, match), self._kv, self._roster.running
         if not has_room(group, need=need, available=kv.num_available):
             return False
-        if self._capacity.will_fit(group, need=need, kv=kv, running=running, step=plan.step):
+        is_shared = self._shares is not None and self._shares.are_divided
+        if self._capacity.will_fit(group, need=need, kv=kv, running=running, step=plan.step, is_shared=is_shared):
             return True
         return self._shares is not None and self._shares.is_owed(group, need)
 

@@ -35,6 +35,11 @@ class TenantShares:
         """Whether there are several tenants: of one alone nothing is owed."""
         return self._accounts.num_tenants > 1
 
+    @property
+    def are_divided(self) -> bool:
+        """Whether groups of several tenants run or wait."""
+        return len(self._weights()) > 1
+
     def is_owed(self, group: Group, need: int) -> bool:
         """Whether a waiting group, which would take `need` blocks, stays within its tenant's share."""
         payer, weights = group.payer, self._weights()

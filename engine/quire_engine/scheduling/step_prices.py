@@ -1,6 +1,6 @@
-"""What a row and a prompt's token take on this machine, learned from its own steps.
+"""Seconds that a row and a prompt's token take on this machine, learned from its own steps.
 
-Promises: equal steps give equal prices; a single slow step changes none that is known. Must not know: groups, blocks.
+Promises: equal steps give equal prices; a single slow step changes none that is known. Must not know: blocks.
 """
 
 from __future__ import annotations

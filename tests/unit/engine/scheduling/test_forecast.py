@@ -13,7 +13,7 @@ from quire_engine.scheduling.forecast import _MOST_KINDS, WORTH, ByExpectedPeak,
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.types import EngineStats
-from support.fake_executor import Run, new_run, produced_alone, request
+from support.fake_executor import DEAR, Run, new_run, produced_alone, request
 
 NUM_CASES = 600  # of the exact peak; `make schedule-test` does many times as many
 SIZE = 16
@@ -163,10 +163,17 @@ def pool(num_blocks: int) -> KVAllocator:
     return KVAllocator(num_blocks=num_blocks, block_size=SIZE, enable_prefix_caching=False)
 
 
-def fits(kv: KVAllocator, one: Sequence, running: Values[Group], policy: ByExpectedPeak | None = None) -> bool:
-    need = one.blocks_for_known
+def fits(
+    kv: KVAllocator,
+    one: Sequence,
+    running: Values[Group],
+    policy: ByExpectedPeak | None = None,
+    *,
+    is_shared: bool = False,
+) -> bool:
+    need, policy = one.blocks_for_known, policy or ByExpectedPeak()
     assert need <= kv.num_available
-    return (policy or ByExpectedPeak()).will_fit(one.group, need=need, kv=kv, running=running, step=1)
+    return policy.will_fit(one.group, need=need, kv=kv, running=running, step=1, is_shared=is_shared)
 
 
 def test_two_outputs_in_step_share_a_pool_that_holds_both_ends() -> None:
@@ -199,6 +206,18 @@ def test_a_preempted_entry_may_pay_before_the_pool_is_full() -> None:
     assert running[0].footprint + choice(0, 900, prompt=8).group.footprint > kv.num_blocks
     assert fits(kv, choice(0, 900, prompt=8, stop=()), running)
     assert not fits(kv, choice(0, 900, prompt=80, stop=()), running)
+
+
+def test_beside_other_tenants_an_entry_is_to_gain_more() -> None:
+    """Computing again takes no time here, and yet lengthens the steps of all."""
+    kv, policy = pool(64), ByExpectedPeak()
+    policy.learn(prompt_tokens=0, num_decodes=1, seconds=1.0)
+    policy.learn(prompt_tokens=64, num_decodes=0, seconds=1.0)
+    running = seated(kv, choice(1, 900, prompt=16, stop=()))
+    for prompt, enters in ((8, True), (80, False)):
+        late = choice(0, 900, prompt=prompt, stop=())
+        assert fits(kv, late, running, policy)
+        assert fits(kv, late, running, policy, is_shared=True) is enters
 
 
 def test_after_preemptions_less_is_let_in() -> None:
@@ -248,8 +267,6 @@ def test_the_expected_peak_is_the_exact_one_but_for_half_a_block_each(pytestconf
             seen[decision] += 1
     assert min(seen.values()) > 50
 
-
-DEAR = 2.0  # seconds of a token beside the second of a step: more than a seat is worth in these small pools
 
 # ---- whole runs ----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire_engine.batch import SampledToken, StepResult
-from support.fake_executor import new_run, outputs_of, produced_alone, request
+from support.fake_executor import DEAR, new_run, outputs_of, produced_alone, request
 
 
 def test_preempted_requests_produce_what_they_would_alone() -> None:
@@ -202,7 +202,8 @@ def test_the_lengths_of_aborted_outputs_are_learned() -> None:
     """The server ends a request by an abort when it finds a stop string."""
 
     def entered(num_aborted: int) -> int:
-        run = new_run(num_blocks=40, max_num_seqs=16, admission="expected", enable_prefix_caching=False)
+        limits = {"num_blocks": 40, "max_num_seqs": 16, "admission": "expected", "enable_prefix_caching": False}
+        run = new_run(seconds_per_token=DEAR, **limits)
         for i in range(num_aborted):
             run.add(request(f"short{i}", 20, 400, stop=(10**6,)))
             for _ in range(4):

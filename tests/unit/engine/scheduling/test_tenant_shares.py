@@ -11,7 +11,7 @@ import pytest
 
 from quire_engine.scheduling.sequence import Group
 from quire_engine.types import GenerationRequest, PreemptionCause
-from support.fake_executor import Run, new_run, produced_alone, request
+from support.fake_executor import DEAR, Run, new_run, produced_alone, request
 from support.limits import scheduler_config
 from support.simulated_tenants import Arrival, History, Machine, simulate
 
@@ -175,7 +175,7 @@ def test_a_tenant_within_its_share_of_blocks_enters_a_full_pool() -> None:
 def test_it_enters_where_the_pool_is_expected_to_run_short() -> None:
     """The long outputs of another tenant will want all blocks; those that are free now are within the share."""
     for tenant, enters in (("b", True), ("a", False)):
-        run = fair_run(num_blocks=32)
+        run = fair_run(num_blocks=32, seconds_per_token=DEAR)
         run.add(of("a", "0", 120, 280), of(tenant, "late", 100, 200))
         steps(run, 4)
         assert (f"{tenant}-late" in running(run)) is enters
