@@ -49,7 +49,7 @@ from quire_engine.execution.executor import (
 )
 from quire_engine.execution.gpu.adapters import place_adapters
 from quire_engine.execution.gpu.ranks import DeviceLeader
-from quire_engine.execution.kernel_checks import checked_here, select_kernels
+from quire_engine.execution.kernel_checks import select_kernels
 from quire_engine.execution.kv_storage import KVStorage, block_bytes, pool_blocks
 from quire_engine.execution.kv_transfer import KVTransfer, open_transfer
 from quire_engine.execution.loading import Loading
@@ -57,10 +57,11 @@ from quire_engine.execution.memory import PoolMemory, pool_memory
 from quire_engine.execution.models.checkpoint import fingerprint
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.decoder import Decoder
-from quire_engine.execution.models.found import find_model, is_bidirectional, why_no_text
+from quire_engine.execution.models.found import FoundModel, find_model, is_bidirectional, why_no_text
 from quire_engine.execution.models.parameters import Parameters, WeightMemory
 from quire_engine.execution.models.served import ModelFacts, ServedModel, Wanted
 from quire_engine.execution.numerics import Facts, numeric_facts, numerics_name
+from quire_engine.execution.optional_paths import Shown, shown_here, unchecked
 from quire_engine.execution.parallel.checks import check_kept, check_ranks
 from quire_engine.execution.parallel.devices import DeviceRanks
 from quire_engine.execution.parallel.model import Leader
@@ -134,6 +135,7 @@ class Resolved:
     speculation: str  # for the plan
     kernels: KernelSet
     replaced_ops: tuple[str, ...]
+    left_out_paths: tuple[str, ...]  # optional paths that these kernels could take
     num_threads: int  # of this rank
     parameters: Parameters
     weights: WeightMemory  # of this rank, where it has a device of its own
@@ -163,7 +165,7 @@ class Resolved:
             dtype=self.dtype,
             device=self.device,
             implementation=self.implementation,
-            replaced_ops=self.replaced_ops,
+            replaced_ops=(*self.replaced_ops, *self.left_out_paths),
         )
 
     def kv_layout(self, checkpoint: str = "") -> bytes:
@@ -263,6 +265,7 @@ class Resolved:
             dtype=str(self.dtype).removeprefix("torch."),
             kernels=self.kernels.name,
             replaced_ops=self.replaced_ops,
+            left_out_paths=self.left_out_paths,
             num_threads=self.num_threads,
             tensor_parallel_size=self.rank.size,
             vocab_size=self.model.vocab_size,
@@ -434,7 +437,9 @@ def _with_devices(
     if resolved.rank.size == 1 or resolved.device.type == "cpu":
         return None, resolved
     check_kept(resolved.rank.size, resolved.replaced_ops)
-    devices = DeviceRanks(config, resolved.kernels, resolved.dtype, shares)
+    devices = DeviceRanks(
+        replace(config, left_out_paths=resolved.asked.left_out_paths), resolved.kernels, resolved.dtype, shares
+    )
     return devices, replace(resolved, kernels=devices.kernels)
 
 
@@ -592,13 +597,12 @@ def resolve(
     dtype, why_dtype = compute_dtype(config.dtype, model.dtype, device, config.kernels)
     parameters = found.parameters(Path(config.model))
     num_threads = (config.num_threads or usable_cores()) // ranks
-    kernels = found.over(select_kernels(config, found, device, dtype, num_threads, tell, beside))
+    shown = shown_here(config, found, device, dtype, tell) if check_kernels else unchecked(config)
+    config, kernels, replaced_ops = _shown_kernels(shown, found, device, dtype, num_threads, tell, beside)
     check_ranks(config, model, kernels, device, found.implementation)
     config, speculation = own_speculation(config, device, has_states=found.state_bytes > 0)
     check_planning_ahead(config.async_scheduling, kernels, device)
-    kernels, replaced_ops = checked_here(config, model, kernels, device, dtype) if check_kernels else (kernels, ())
-    memories = 1 if device.type == "cpu" else ranks
-    weights = parameters.memory(dtype.itemsize, kernels, memories=memories)
+    weights = parameters.memory(dtype.itemsize, kernels, memories=1 if device.type == "cpu" else ranks)
     if device.type == "cpu" and not kernels.own_threads and config.num_threads is None:
         num_threads = torch_threads(weights.total)
     layout, bytes_per_block, form = pool_blocks(config, found, kernels, dtype, device)
@@ -615,6 +619,7 @@ def resolve(
         speculation=speculation,
         kernels=kernels,
         replaced_ops=replaced_ops,
+        left_out_paths=shown.tell(kernels),
         num_threads=num_threads,
         parameters=parameters,
         weights=weights,
@@ -632,6 +637,20 @@ def resolve(
         rank=Rank(rank, ranks),
     )
     return _with_guesser(resolved)
+
+
+def _shown_kernels(  # noqa: PLR0917 - the inputs of the choice
+    shown: Shown,
+    found: FoundModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_threads: int,
+    tell: Tell,
+    beside: KernelSet | None,
+) -> tuple[EngineConfig, KernelSet, tuple[str, ...]]:
+    """The configuration and the kernels that serve with what the device has shown, and the replaced ops."""
+    kernels = found.over(select_kernels(shown.config, found, device, dtype, num_threads, tell, beside))
+    return shown.config, *shown.repaired(kernels)
 
 
 def _host_blocks(config: EngineConfig, bytes_per_block: int, device: torch.device) -> int:

@@ -142,6 +142,8 @@ class EngineConfig:
     quantization: Quantization | None = None  # of the weights, at load
     kv_cache_dtype: KVCacheDType = "auto"  # auto: the model's dtype
     deterministic: bool = False  # on a GPU: a row's bits do not depend on its batch; on a CPU they never do
+    trust_gpu_paths: bool = False  # take every optional path of a GPU's kernels unseen
+    left_out_paths: tuple[str, ...] | None = None  # optional paths that must not serve; None: the GPU is to show them
     max_model_len: int | None = None
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
     kv_memory: int | None = None  # bytes; overrides gpu_memory_utilization
@@ -197,11 +199,12 @@ def eagle_head(speculation: str) -> str:
 def engine_config(plain: Mapping[str, Any]) -> EngineConfig:
     """The configuration from the JSON form of `dataclasses.asdict`."""
     faults = tuple(Fault(**fault) for fault in plain.get("faults", ()))
-    ignored = tuple(plain.get("ignore_config_keys", ()))
+    ignored, left_out = tuple(plain.get("ignore_config_keys", ())), plain.get("left_out_paths")
     limits = SchedulerLimits(**plain["limits"])
     transfer = plain.get("kv_transfer")
     made = {
         "ignore_config_keys": ignored,
+        "left_out_paths": None if left_out is None else tuple(left_out),
         "limits": limits,
         "faults": faults,
         "row_seconds": tuple((int(rows), float(seconds)) for rows, seconds in plain.get("row_seconds", ())),
@@ -236,6 +239,7 @@ class EnginePlan:
     tensor_parallel_size: int = 1  # ranks that compute the model together
     kv_copies: float = 1.0  # of each token's keys and values: ranks may have the same heads, or all of them
     replaced_ops: tuple[str, ...] = ()  # ops that failed their check at start and run on the reference
+    left_out_paths: tuple[str, ...] = ()  # optional paths of the GPU's kernels that it has not shown
     implementation: str = ""  # whose code computes the model, where it is not ours
     gpu: str = ""  # its UUID, as the driver names it; empty on a CPU
     checkpoint: str = ""  # changes when a file of the model does
@@ -283,8 +287,8 @@ def for_later_engines(config: EngineConfig, plan: EnginePlan) -> EngineConfig:
     """The configuration for engine processes after the one that made `plan`.
 
     They keep the pool and the length that requests were checked against, however much memory is free by then. They keep
-    the instruction set too: another one rounds differently, and resumed requests would continue with other tokens. And
-    they listen where the first one did, and need not measure again what steps take.
+    the instruction set and a GPU's optional paths too: others round differently, and resumed requests would continue
+    with other tokens. And they listen where the first one did, and need not measure again what steps take.
     """
     kv_memory, max_model_len = plan.kv_bytes or None, plan.scheduler.max_model_len
     transfer = config.kv_transfer
@@ -297,4 +301,5 @@ def for_later_engines(config: EngineConfig, plan: EnginePlan) -> EngineConfig:
         cpu_variant=plan.cpu_variant,
         kv_transfer=transfer,
         row_seconds=plan.row_seconds,
+        left_out_paths=plan.left_out_paths,
     )

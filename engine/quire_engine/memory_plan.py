@@ -189,6 +189,7 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
     loaded = f", loaded in {plan.load_seconds:.1f} s" if plan.load_seconds else ", estimated"
     quantized = f" in {plan.quantization}" if plan.quantization else ""
     without = f" without {', '.join(plan.replaced_ops)} (failed their check)" if plan.replaced_ops else ""
+    without += f" without {', '.join(plan.left_out_paths)} (not shown here)" if plan.left_out_paths else ""
     deterministic = ", deterministic" if plan.deterministic else ""
     if scheduler.bidirectional:
         pace = " each whole, since attention is bidirectional;"

@@ -639,6 +639,8 @@ class KernelSet:
     join_columns: Callable[[Tensor], Tensor] | None = None
     part_of: Callable[[LinearWeight, int], LinearWeight] | None = None
     is_divided: bool = False  # the matrices that it packs are a rank's own columns of each
+    optional: tuple[str, ...] = ()  # of `optional_paths`: those that the set could take here, in use or left out
+    graphs: bool = True  # steps of its ops may be captured in graphs
     adapted: AdaptedOps | None = None  # None: adapters are refused
     pack_stored: Callable[[Sequence[Sequence[StoredMatrix]], Tensor | None], LinearWeight | None] | None = None
     embed_stored: Callable[[LinearWeight, Tensor], Tensor] | None = None

@@ -30,6 +30,7 @@ class Requirements:
     on_compiled: Callable[[int, int], None] | None = None  # called with (compiled files, all files) while compiling
     threads: int | None = None  # worker threads, if the set has its own; None: one per usable core
     cpu_variant: str | None = None  # instruction set, for kernels with several; None: the fastest
+    left_out: tuple[str, ...] = ()  # optional paths (`optional_paths`) that the device has not shown
 
 
 class Unavailable(RuntimeError):

@@ -36,6 +36,7 @@ def select(
     cpu_variant: str | None = None,
     on_compiled: Callable[[int, int], None] | None = None,
     beside: KernelSet | None = None,
+    left_out: Sequence[str] = (),
     providers: Sequence[Provider] = PROVIDERS,
 ) -> KernelSet:
     """The fastest kernel set ("auto") for such a model, or the one with that name. ValueError if it cannot serve.
@@ -43,7 +44,7 @@ def select(
     `deterministic`: no row's bits may depend on the other rows of a call, as is always the case on a CPU. `attention`:
     its implementation. `threads`: for a set with workers of its own; None: one per usable core. `cpu_variant`: the
     instruction set of a CPU; None: the fastest. `beside`: a set made for another model with the same settings, which is
-    taken if it is the one, so that both compute with the same workers.
+    taken if it is the one, so that both compute with the same workers. `left_out`: optional paths that must not serve.
     """
     required = Requirements(
         device=device,
@@ -55,6 +56,7 @@ def select(
         threads=threads,
         cpu_variant=cpu_variant,
         on_compiled=on_compiled,
+        left_out=tuple(left_out),
     )
     names = (AUTO, *(each.name for each in providers))
     if choice not in names:

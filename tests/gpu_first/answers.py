@@ -108,6 +108,7 @@ async def start(device: str) -> str:
         formed = await asyncio.to_thread(post, url, "/v1/chat/completions", {**chat, "response_format": asked})
         vector = await asyncio.to_thread(post, url, "/v1/embeddings", {"model": MODEL, "input": "A quire is"})
         replaced = await metric(url, "quire_kernels_replaced")
+        left_out = await metric(url, "quire_gpu_path_left_out")
     if not answer["text"] or not stream.rstrip().endswith(b"data: [DONE]"):
         raise Differs(f"no whole answer: {answer}, {stream!r}")
     if json.loads(json.loads(formed)["choices"][0]["message"]["content"])["a"] not in ("b", "c"):
@@ -116,7 +117,8 @@ async def start(device: str) -> str:
         raise Differs("an embedding of zeros")
     if replaced:
         raise Differs(f"{replaced:g} operations were replaced by the reference's: they failed at the start")
-    return f"ready after {ready:.1f} s, {time.monotonic() - began:.1f} s in all"
+    took = f"ready after {ready:.1f} s, {time.monotonic() - began:.1f} s in all"
+    return f"{took}, {left_out:g} optional paths left out" if left_out else took
 
 
 async def batch(device: str) -> str:

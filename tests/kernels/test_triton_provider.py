@@ -12,6 +12,15 @@ import pytest
 import torch
 
 from quire_kernels.kernel_set import KVFormat
+from quire_kernels.optional_paths import (
+    DECODE_CHAIN,
+    DEPENDENT_LAUNCH,
+    FUSED_GATE_UP,
+    GRAPHS,
+    NAMES,
+    STORED_PRODUCTS,
+    UNMASKED_PROMPTS,
+)
 from quire_kernels.provider import Requirements, Unavailable
 from quire_kernels.reference import REFERENCE
 from quire_kernels.select import select
@@ -88,10 +97,26 @@ def test_the_set_is_made_for_the_gpus_instructions(capability, warp_groups, gpu,
     gpu(*capability)
     TritonProvider().make(replace(REQUIRED, kv=replace(KV, kv_type="fp8")))
     ahead = capability >= (9, 0)
-    told = {"warp_groups": warp_groups, "ahead": ahead}
+    told = {"warp_groups": warp_groups, "ahead": ahead, "left_out": ()}
     assert made == {"kv_type": "fp8", "quantization": None, "deterministic": False, "chained": ahead, **told}
     TritonProvider().make(replace(REQUIRED, deterministic=True, quantization="int4"))
     assert made == {"kv_type": "auto", "quantization": "int4", "deterministic": True, "chained": False, **told}
+
+
+@needs_triton
+def test_what_is_left_out_is_not_taken():
+    from quire_kernels.triton.set import make_triton_set
+
+    newer = {"chained": True, "ahead": True}
+    whole, plain = make_triton_set(**newer), make_triton_set(**newer, left_out=NAMES)
+    assert whole.optional == plain.optional
+    assert whole.optional == (STORED_PRODUCTS, UNMASKED_PROMPTS, DECODE_CHAIN, DEPENDENT_LAUNCH, GRAPHS)
+    assert make_triton_set(deterministic=True).optional == (STORED_PRODUCTS, FUSED_GATE_UP, GRAPHS)
+    assert make_triton_set(quantization="int8", **newer).optional == (UNMASKED_PROMPTS, GRAPHS)
+    assert whole.bind_decodes.keywords == {"ahead": True}
+    assert make_triton_set(**newer, left_out=[DEPENDENT_LAUNCH]).bind_decodes.keywords == {"ahead": False}
+    assert (whole.graphs, plain.graphs) == (True, False)
+    assert (plain.pack_stored, plain.stored_bits, plain.bind_decodes) == (None, None, None)
 
 
 @needs_triton

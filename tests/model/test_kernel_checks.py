@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import logging
-import threading
 from dataclasses import replace
 
 import pytest
 import torch
 
-import quire_engine.build
-from quire_engine.build import build
-from quire_engine.config import EngineConfig
-from quire_engine.demo import demo_model_path
 from quire_engine.errors import ConfigError
-from quire_engine.execution import kernel_checks
-from quire_engine.execution.kernel_checks import checked, choice_checks, model_sizes
+from quire_engine.execution.kernel_checks import choice_checks, model_sizes, repaired, start_checks
 from quire_engine.execution.logit_rules import SampleRow
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.memory_plan import plan_text
 from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.reference import REFERENCE
+from quire_kernels.verify.attention import like_reference
 from quire_kernels.verify.findings import Subject
 from quire_kernels.verify.watch import run_checks
 from quire_server.metrics.metrics import Metrics
@@ -65,6 +60,14 @@ def subject(kernels) -> Subject:
     return Subject(kernels=kernels, device=CPU, dtype=torch.bfloat16, alone=True)
 
 
+def checked(subject):
+    """The set after a start's checks, and the ops that failed."""
+    checks = run_checks(start_checks(subject, SIZES), device=CPU)
+    failed = {each.op: f"{each.case}: {each.problem}" for each in checks if not each.ok}
+    fits = "new_kv" not in failed and like_reference(subject, SIZES.heads)
+    return repaired(subject.kernels, failed, reference_pool=fits), tuple(failed)
+
+
 def choice_failures(**options):
     kernels = replace(REFERENCE, choose=lambda logits, rows: choose(logits, rows, **options))
     checks = choice_checks(subject(kernels), 500, (1, 3, 16, 64))
@@ -92,14 +95,14 @@ def wrong_attention(q, *rest):
 
 def test_a_set_that_is_right_serves_as_it_is(caplog):
     with caplog.at_level(logging.WARNING):
-        assert checked(subject(REFERENCE), SIZES) == (REFERENCE, ())
+        assert checked(subject(REFERENCE)) == (REFERENCE, ())
     assert not caplog.records
 
 
 def test_an_op_that_fails_is_replaced_and_told(caplog):
     fast = replace(REFERENCE, name="fast", attention=wrong_attention, choose=lambda *_: 1 / 0)
     with caplog.at_level(logging.WARNING):
-        kernels, replaced = checked(subject(fast), SIZES)
+        kernels, replaced = checked(subject(fast))
     assert set(replaced) == {"attention", "choose"}
     assert kernels == replace(REFERENCE, name="fast")
     told = [record.getMessage() for record in caplog.records]
@@ -107,14 +110,16 @@ def test_an_op_that_fails_is_replaced_and_told(caplog):
     assert told[0].startswith("the attention op of the fast kernels failed on this machine and is replaced by a slower")
     assert "numbers are wrong" in told[0]
     assert "raised ZeroDivisionError" in told[1]
-    plan = replace(PLAN, replaced_ops=replaced)
-    assert "kernels without attention, choose (failed their check)," in plan_text(plan)
+    plan = replace(PLAN, replaced_ops=replaced, left_out_paths=("graphs",))
+    assert "kernels without attention, choose (failed their check) without graphs (not shown here)," in plan_text(plan)
     assert "without" not in plan_text(PLAN)
     metrics = Metrics("tiny")
     metrics.observe_plan(plan)
     assert Scrape(metrics)("quire_kernels_replaced", op="attention") == 1
+    assert Scrape(metrics)("quire_gpu_path_left_out", path="graphs") == 1
     metrics.observe_plan(PLAN)  # the next engine's kernels are all right
     assert "quire_kernels_replaced{" not in metrics.render().decode()
+    assert "quire_gpu_path_left_out{" not in metrics.render().decode()
 
 
 def other_pool(*sizes):
@@ -125,47 +130,13 @@ def other_pool(*sizes):
     ("changes", "said"),
     [
         ({"attention": wrong_attention, "new_kv": other_pool}, "reference attention cannot read this KV pool"),
-        ({"new_kv": lambda *_: 1 / 0}, "new_kv (raised ZeroDivisionError: division by zero)"),
+        ({"new_kv": lambda *_: 1 / 0}, "raised ZeroDivisionError: division by zero), rope_write ("),
         ({"logits": lambda *_: 1 / 0, "packed_bits": 8.0}, "reference products cannot read these weights"),
     ],
 )
 def test_what_cannot_be_replaced_ends_the_start(changes, said):
     with pytest.raises(ConfigError) as refusal:
-        checked(subject(replace(REFERENCE, name="fast", **changes)), SIZES)
+        checked(subject(replace(REFERENCE, name="fast", **changes)))
     assert said in str(refusal.value)
     assert str(refusal.value).startswith("kernels=fast: these ops failed on this machine: ")
     assert "set kernels to reference" in str(refusal.value)
-
-
-def test_a_hang_ends_the_start():
-    release = threading.Event()
-    hanging = replace(REFERENCE, name="fast", embed=lambda *_: release.wait(60))
-    with pytest.raises(ConfigError, match=r"the embed op did not come back within 0\.5 seconds"):
-        checked(subject(hanging), SIZES, patience=0.5)
-    release.set()
-
-
-class Checked(Exception):
-    """What the check was asked for, in place of a check."""
-
-
-def test_a_gpus_kernels_are_checked_before_the_weights_are_read(monkeypatch):
-    def check(subject, sizes):
-        raise Checked(subject, sizes)
-
-    asked = EngineConfig(model=str(demo_model_path()), kv_memory=1 << 20)
-    fast = replace(REFERENCE, name="fast")
-    monkeypatch.setattr(kernel_checks, "checked", check)
-    monkeypatch.setattr(quire_engine.build.Loading, "load", None)
-    monkeypatch.setattr(quire_engine.build, "resolve_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(kernel_checks, "select", lambda *_, **__: fast)
-    with pytest.raises(Checked) as call:
-        build(asked)
-    subject, sizes = call.value.args
-    assert subject == Subject(kernels=fast, device=torch.device("cuda"), dtype=torch.bfloat16)
-    assert (sizes.hidden, sizes.heads.head_dim, sizes.heads.num_kv_heads, sizes.vocabulary) == (256, 32, 4, 2560)
-
-
-def test_on_a_cpu_the_start_is_not_delayed(monkeypatch):
-    monkeypatch.setattr(kernel_checks, "checked", None)
-    assert build(EngineConfig(model=str(demo_model_path()), device="cpu", kv_memory=1 << 20)).plan.replaced_ops == ()

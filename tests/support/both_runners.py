@@ -40,12 +40,14 @@ def models() -> tuple[Model, Model]:
 class Both:
     """Both runners of one story."""
 
-    def __init__(self, *, seed: int = 0, chunk: int = 11, mixed_rows: int = 0, **options: Any) -> None:
-        """`options` of the GPU's runner; `wrap` puts something before its model; `mixed_rows`: see `RunnerLimits`."""
+    def __init__(
+        self, *, seed: int = 0, chunk: int = 11, mixed_rows: int = 0, graphs: bool = True, **options: Any
+    ) -> None:
+        """`options` of the GPU's runner; `wrap` puts something before its model; others: see `RunnerLimits`."""
         host, device = models()
         wrap = options.pop("wrap", lambda decoder: decoder)
         self.device = SimulatedDevice()
-        limits = replace(LIMITS, mixed_rows=mixed_rows)
+        limits = replace(LIMITS, mixed_rows=mixed_rows, graphs=graphs)
         self.runner = GpuRunner(wrap(device.decoder), device.kv.tensor, self.device, limits, **options)
         self.executor = Executor(self.runner, device.kv)
         self.story = Story(

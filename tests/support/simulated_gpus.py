@@ -28,6 +28,7 @@ import quire_engine.execution.executor
 from quire_engine.build import BuiltEngine, build
 from quire_engine.config import EngineConfig
 from quire_engine.errors import QuireError
+from quire_engine.execution.optional_paths import unchecked
 from quire_engine.execution.parallel import devices
 from quire_engine.limits import SchedulerLimits
 from quire_engine.process import device_rank
@@ -77,7 +78,7 @@ class Machine:
         dist.is_nccl_available = lambda: True
         kernels = replace(SIMULATED, part_of=lambda w, _: w)
         quire_engine.build.select_kernels = lambda *_: kernels
-        quire_engine.build.checked_here = lambda *_: (kernels, ())
+        quire_engine.build.shown_here = lambda config, *_: unchecked(config)
         quire_engine.build.gpu_name = lambda _: "GPU-simulated"
         quire_engine.execution.executor.CudaDevice = self.made  # type: ignore[assignment, misc]
         quire_engine.build_rank.CudaDevice = self.made  # type: ignore[assignment, misc]

@@ -250,7 +250,8 @@ def runner_limits(
         block_size=limits.block_size,
         spare_block=num_blocks,
         drafted_rows=most_drafted_rows(limits.max_num_seqs) if drafts else 0,
-        mixed_rows=MOST_MIXED_ROWS if kernels.bounded_attention else 0,
+        graphs=kernels.graphs,
+        mixed_rows=MOST_MIXED_ROWS if kernels.bounded_attention and kernels.graphs else 0,
     )
 
 

@@ -1,14 +1,13 @@
-"""Chooses a kernel set, checks it before it serves, and replaces the ops that fail.
+"""Chooses a kernel set, has the checks of its ops at a start, and replaces those that fail.
 
-An op that fails is replaced by the reference's with a warning, or the start ends with a ConfigError.
+Promises: an op that fails is replaced by the reference's with a warning, or the start ends with a ConfigError.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,20 +19,16 @@ from quire_engine.execution.distribution import uniform
 from quire_engine.execution.logit_rules import SampleRow
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.found import FoundModel
-from quire_engine.execution.models.served import ModelFacts
 from quire_engine.execution.progress import Tell
 from quire_engine.execution.sampler import Sampler
 from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import ChoiceRows, KernelSet, KVFormat
-from quire_kernels.reference import REFERENCE
 from quire_kernels.select import select
-from quire_kernels.verify.attention import like_reference
 from quire_kernels.verify.checks import ModelSizes, short_checks
 from quire_kernels.verify.experts import ExpertSizes, RoutingForm
-from quire_kernels.verify.findings import Check, Finding, Outcome, Subject, compared_alone, together
+from quire_kernels.verify.findings import Check, Outcome, Subject, compared_alone, together
 from quire_kernels.verify.heads import Heads
 from quire_kernels.verify.repair import Irreplaceable, without
-from quire_kernels.verify.watch import PATIENCE, run_checks
 
 _log = logging.getLogger(__name__)
 _ROWS = (1, 7)
@@ -82,49 +77,33 @@ def model_sizes(model: ModelConfig, block_size: int) -> ModelSizes:
     )
 
 
-def checked(subject: Subject, sizes: ModelSizes, *, patience: float = PATIENCE) -> tuple[KernelSet, tuple[str, ...]]:
-    """The kernel set that can serve, and the names of its ops that were replaced or removed. Raises ConfigError."""
-    started, name = time.perf_counter(), subject.kernels.name
-    failed = _failures(subject, sizes, patience)
-    for op, finding in failed.items():
-        _log.warning(
-            "the %s op of the %s kernels failed on this machine and is replaced by a slower one: %s: %s; %s",
-            op, name, finding.case, finding.problem, "run `quire verify` and send what it writes",
-        )  # fmt: skip
-    kernels = subject.kernels
-    try:
-        if failed:
-            fits = "new_kv" not in failed and like_reference(subject, sizes.heads)
-            kernels = without(
-                kernels, failed, reference_pool=fits, deterministic=subject.alone and subject.device.type != "cpu"
-            )
-    except Irreplaceable as error:
-        ops = ", ".join(f"{op} ({finding.problem})" for op, finding in failed.items())
-        raise ConfigError(f"kernels={name}: these ops failed on this machine: {ops}; {error}; {_ADVICE}") from None
-    _log.info("the %s kernels were checked in %.1f s", name, time.perf_counter() - started)
-    return kernels, tuple(failed)
-
-
-def _failures(subject: Subject, sizes: ModelSizes, patience: float) -> dict[str, Finding]:
-    """The first failure of each op. Raises ConfigError where the device can compute no further."""
-    failed: dict[str, Finding] = {}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # what is expected is small: threads would wait for each other longer than they compute
-    try:
-        for finding in run_checks(_checks(subject, sizes), device=subject.device, patience=patience):
-            if finding.fatal:
-                named = f"kernels={subject.kernels.name}: the {finding.op} op"
-                raise ConfigError(f"{named} {finding.problem} ({finding.case}); {_ADVICE}")
-            if not finding.ok:
-                failed.setdefault(finding.op, finding)
-    finally:
-        torch.set_num_threads(threads)
-    return failed
-
-
-def _checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
+def start_checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
+    """Each op of a kernel set once or twice, as a start on a GPU asks for."""
     yield from short_checks(subject, sizes)
     yield from choice_checks(subject, sizes.vocabulary, _ROWS)
+
+
+def repaired(
+    kernels: KernelSet, failed: Mapping[str, str], *, reference_pool: bool, deterministic: bool = False
+) -> KernelSet:
+    """The kernel set without the ops that failed. Raises ConfigError where it cannot serve without them.
+
+    `failed`: the problem of each. `reference_pool`: the set's pool has the reference's layout. `deterministic`: a row's
+    bits must not depend on its batch, on a device where the reference's bits do.
+    """
+    for op, problem in failed.items():
+        _log.warning(
+            "the %s op of the %s kernels failed on this machine and is replaced by a slower one: %s;"
+            " run `quire verify` and send what it writes",
+            op, kernels.name, problem,
+        )  # fmt: skip
+    try:
+        return without(kernels, failed, reference_pool=reference_pool, deterministic=deterministic)
+    except Irreplaceable as error:
+        ops = ", ".join(f"{op} ({problem})" for op, problem in failed.items())
+        raise ConfigError(
+            f"kernels={kernels.name}: these ops failed on this machine: {ops}; {error}; {_ADVICE}"
+        ) from None
 
 
 def choice_checks(subject: Subject, vocabulary: int, rows: Sequence[int]) -> Iterator[Check]:
@@ -240,23 +219,6 @@ class _Draws:
         return begin - _BORDER <= drawn <= float(ends[token]) + _BORDER
 
 
-def checked_here(
-    config: EngineConfig, model: ModelFacts, kernels: KernelSet, device: torch.device, dtype: torch.dtype
-) -> tuple[KernelSet, tuple[str, ...]]:
-    """The kernels after a check on this GPU, where it is one, and the ops that the reference computes instead."""
-    if device.type != "cuda" or kernels.name == REFERENCE.name or not isinstance(model, ModelConfig):
-        return kernels, ()
-    subject = Subject(
-        kernels=kernels,
-        device=device,
-        dtype=dtype,
-        quantization=config.quantization,
-        kv_type=config.kv_cache_dtype,
-        alone=config.deterministic,
-    )
-    return checked(subject, model_sizes(model, config.limits.block_size))
-
-
 def select_kernels(  # noqa: PLR0917 - the inputs of the choice
     config: EngineConfig,
     found: FoundModel,
@@ -280,6 +242,7 @@ def select_kernels(  # noqa: PLR0917 - the inputs of the choice
             cpu_variant=config.cpu_variant,
             on_compiled=lambda done, total: tell(f"compiling the kernels, {done} of {total} files", 0, 0),
             beside=beside,
+            left_out=config.left_out_paths or (),
         )
     except ValueError as error:
         asked = "" if config.attention == "auto" else f", attention={config.attention}"

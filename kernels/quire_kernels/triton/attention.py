@@ -40,12 +40,20 @@ class TritonAttention:
     A pool that the kernels do not support has the reference's layout and uses the reference's ops; an unsupported fp8
     pool is an error. With `deterministic`, decode uses prefill's tile height and thus the same instructions, and
     prefill joins parts of the keys as decode does: both compute the same bits for a row. `warp_groups`: whether the GPU
-    has compute capability 9.x or 10.x, whose matrix instructions use groups of four warps.
+    has compute capability 9.x or 10.x, whose matrix instructions use groups of four warps. `clears`: prompts' keys that
+    every row of a tile sees are read and scored without masks.
     """
 
-    def __init__(self, kv_type: KVType = "auto", *, warp_groups: bool = True, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        kv_type: KVType = "auto",
+        *,
+        warp_groups: bool = True,
+        deterministic: bool = False,
+        clears: bool = True,
+    ) -> None:
         self._fp8 = kv_type == "fp8"
-        self._warp_groups, self._deterministic = warp_groups, deterministic
+        self._warp_groups, self._deterministic, self._clears = warp_groups, deterministic, clears
         self._pool: tuple[weakref.ref[Tensor], PoolSizes] | None = None  # a weak reference: a pool is large
         self._step: tuple[AttentionInput, _Plan] | None = None
 
@@ -121,6 +129,7 @@ class TritonAttention:
                 step,
                 tiling=prefill_tiling(shape, sizes, warp_groups=self._warp_groups, deterministic=self._deterministic),
                 joined=self._deterministic,
+                clears=self._clears,
             )
         return out.flatten(1)
 

@@ -37,6 +37,7 @@ def prefill_tile(  # noqa: PLR0917
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     JOINED: tl.constexpr,
+    CLEARS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -132,7 +133,7 @@ def prefill_tile(  # noqa: PLR0917
             KV_HALF,
             KV_BLOCK,
             FP8,
-            (WINDOW == 0) & (HEAD_DIM <= 128),  # the loops of wider heads fill the registers as they are
+            CLEARS & (WINDOW == 0) & (HEAD_DIM <= 128),  # the loops of wider heads fill the registers as they are
         )
     if SINKS:
         total, values = with_sinks(peak, total, values, tl.load(sinks + heads))
@@ -150,8 +151,12 @@ def attend_prefill(  # noqa: PLR0917
     *,
     tiling: Tiling,
     joined: bool,
+    clears: bool = True,
 ) -> None:
-    """Fill the rows of out [T, Hq, D] of sequences with several rows."""
+    """Fill the rows of out [T, Hq, D] of sequences with several rows.
+
+    `clears`: keys that all rows of a tile see have no masks.
+    """
     num_sequences = len(step.context_lens)
     tiles = len(q) * (shape.num_heads // shape.num_kv_heads) // tiling.rows + num_sequences
     prefill_tile[tiles, shape.num_kv_heads](
@@ -168,5 +173,6 @@ def attend_prefill(  # noqa: PLR0917
         shape.scale * LOG2_E,
         SPLIT=SPLIT,
         JOINED=joined,
+        CLEARS=clears,
         **tiling.constants(shape, sizes),
     )

@@ -64,6 +64,7 @@ class TritonProvider:
             warp_groups=major in WARP_GROUPS,
             chained=not required.deterministic and (major, minor) >= LEAST_AHEAD,
             ahead=(major, minor) >= LEAST_AHEAD,
+            left_out=required.left_out,
         )
         if required.attention != "flash-attn":
             return kernels

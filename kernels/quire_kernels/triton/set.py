@@ -19,6 +19,7 @@ this memory. A launch boundary guarantees the order.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -30,13 +31,23 @@ from quire_kernels.kernel_set import (
     Activation,
     AdaptedOps,
     Addend,
+    BoundDecodes,
     ChoiceRows,
     ExpertHalves,
     KernelSet,
+    LayerOp,
     Norm,
     Quantization,
 )
 from quire_kernels.low_rank import PlacedOps
+from quire_kernels.optional_paths import (
+    DECODE_CHAIN,
+    DEPENDENT_LAUNCH,
+    FUSED_GATE_UP,
+    GRAPHS,
+    STORED_PRODUCTS,
+    UNMASKED_PROMPTS,
+)
 from quire_kernels.reference import REFERENCE
 from quire_kernels.reference.linear import Linear
 from quire_kernels.triton import low_rank, quantise
@@ -62,6 +73,7 @@ def make_triton_set(
     warp_groups: bool = True,
     chained: bool = False,
     ahead: bool = False,
+    left_out: Collection[str] = (),
 ) -> KernelSet:
     """The set for bfloat16 and float16 models.
 
@@ -69,18 +81,22 @@ def make_triton_set(
     `deterministic`: see the module. `warp_groups`: whether the GPU has
     compute capability 9.x or 10.x, whose matrix instructions use groups of four warps. `chained`: steps of decodes take
     the launches of `decode_chain`; with `ahead` each begins before the one before it has ended, which takes 9.0.
+    `left_out`: optional paths that must not be taken.
     """
     if chained and deterministic:
         raise ValueError("a decode's row would have other bits than the same row in a prompt")
-    attention = TritonAttention(kv_type, warp_groups=warp_groups, deterministic=deterministic)
-    linear = LinearOps(TiledProduct() if deterministic else TorchProduct(), StoredProduct(same_tiles=deterministic))
+    clears = UNMASKED_PROMPTS not in left_out
+    attention = TritonAttention(kv_type, warp_groups=warp_groups, deterministic=deterministic, clears=clears)
+    product = TiledProduct() if deterministic else TorchProduct()
+    fused = deterministic and FUSED_GATE_UP not in left_out
+    linear = LinearOps(product, StoredProduct(same_tiles=deterministic), fused=fused)
     experts = ExpertOps(same_tiles=deterministic)
     found = KernelSet(
         name="triton",
         pack_linear=REFERENCE.pack_linear,
         pack_gate_up=REFERENCE.pack_gate_up,
-        pack_stored=pack_stored,
-        stored_bits=stored_bits,
+        pack_stored=None if STORED_PRODUCTS in left_out else pack_stored,
+        stored_bits=None if STORED_PRODUCTS in left_out else stored_bits,
         pack_router=REFERENCE.pack_linear,
         route=experts.route,
         mix_experts=experts.mix_experts,
@@ -102,13 +118,36 @@ def make_triton_set(
         greedy=linear.greedy,
         choose=choose,
         copy_blocks=copy_blocks,
-        bind_decodes=partial(bind_decodes, attention, ahead=ahead) if chained else None,
+        bind_decodes=_decodes(attention, left_out, ahead=ahead) if chained else None,
         new_kv=attention.new_kv,
         kv_part=attention.kv_part,
         kv_block_bytes=attention.kv_block_bytes,
         part_of=part_of,
+        graphs=GRAPHS not in left_out,
+        optional=_optional(deterministic=deterministic, chained=chained, ahead=ahead, packed=quantization is not None),
     )
     return found if quantization is None else _quantised(found, quantization)
+
+
+def _optional(*, deterministic: bool, chained: bool, ahead: bool, packed: bool) -> tuple[str, ...]:
+    """The optional paths of such a set, in use or left out. Quantised weights take no chain, and nothing as stored."""
+    possible = {
+        STORED_PRODUCTS: not packed,
+        UNMASKED_PROMPTS: not deterministic,  # which joins parts of the keys, masked all of them
+        FUSED_GATE_UP: deterministic and not packed,
+        DECODE_CHAIN: chained and not packed,
+        DEPENDENT_LAUNCH: chained and ahead and not packed,
+        GRAPHS: True,
+    }
+    return tuple(name for name, is_possible in possible.items() if is_possible)
+
+
+def _decodes(
+    attention: TritonAttention, left_out: Collection[str], *, ahead: bool
+) -> Callable[[Sequence[LayerOp]], BoundDecodes | None] | None:
+    if DECODE_CHAIN in left_out:
+        return None
+    return partial(bind_decodes, attention, ahead=ahead and DEPENDENT_LAUNCH not in left_out)
 
 
 def _quantised(kernels: KernelSet, quantization: Quantization) -> KernelSet:
@@ -147,15 +186,17 @@ def part_of(w: Linear | StoredLinear, rows: int) -> Linear | StoredLinear:
 class LinearOps:
     """Projections fused with the norm before them and the activation or addition after them."""
 
-    def __init__(self, product: TorchProduct | TiledProduct, stored: StoredProduct) -> None:
+    def __init__(self, product: TorchProduct | TiledProduct, stored: StoredProduct, *, fused: bool) -> None:
+        """`fused`: the tiled product computes the activation too."""
         self._plain, self._stored = product, stored
+        self._fused = product if fused and isinstance(product, TiledProduct) else None
 
     def norm_linear(self, x: Tensor, norm: Norm | None, w: Linear | StoredLinear) -> Tensor:
         return self._linear(x if norm is None else rms_norm(x, norm), w)
 
     def norm_gate_up(self, x: Tensor, norm: Norm | None, w: Linear | StoredLinear, activation: Activation) -> Tensor:
-        if isinstance(self._plain, TiledProduct) and isinstance(w, Linear):
-            return self._plain.gate_up(x if norm is None else rms_norm(x, norm), w, activation)
+        if self._fused is not None and isinstance(w, Linear):
+            return self._fused.gate_up(x if norm is None else rms_norm(x, norm), w, activation)
         return gate_mul(self.norm_linear(x, norm, w), activation)
 
     def linear_add(self, x: Tensor, w: Linear | StoredLinear, residual: Tensor, scale: float = 1.0) -> Tensor:
@@ -187,9 +228,9 @@ class LinearOps:
     ) -> Tensor:
         rows = x if norm is None else rms_norm(x, norm)
         found = gate_mul(add_adapted(self._linear(rows, w), rows, addend), activation)
-        if isinstance(self._plain, TiledProduct) and isinstance(w, Linear):
+        if self._fused is not None and isinstance(w, Linear):
             # Rows without an adapter have the bits of the one launch that computes both, which need not be these.
-            plain = self._plain.gate_up(rows, w, activation)
+            plain = self._fused.gate_up(rows, w, activation)
             return torch.where((addend.slots >= 0)[:, None], found, plain)
         return found
 

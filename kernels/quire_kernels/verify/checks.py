@@ -18,9 +18,9 @@ from quire_kernels.verify.operands import Numbers
 from quire_kernels.verify.stored import StoredChecks
 
 ROWS = (1, 2, 3, 5, 8, 16, 24, 32, 64, 128)
-_FEW_ROWS = (1, 7)
+FEW_ROWS = (1, 7)
 _MOST_WEIGHTS, _FEWEST_OUTPUTS = 1 << 20, 256  # per matrix; further columns are computed like these
-_MOST_INNER = 2048  # columns of the MLP in the check of whole layers
+_MOST_INNER = 2048  # columns of the MLP in checks of whole layers
 _LENGTHS = (1, 2, 16, 17, 33, 64, 129, 300, 777, 1025)
 _OTHER_LENGTHS = (1, 17, 130, 300)
 # As in real models: few and many queries per key head, wide heads, a width that is no power of two, windows.
@@ -57,6 +57,11 @@ class ModelSizes:
     experts: ExpertSizes | None = None
 
     @property
+    def checked_inner(self) -> int:
+        """Columns of the MLP in checks of whole layers."""
+        return min(self.inner, _MOST_INNER)
+
+    @property
     def matrices(self) -> tuple[Matrix, ...]:
         """Each distinct matrix, with few enough outputs for a fast check."""
         heads = self.heads
@@ -91,10 +96,7 @@ def linear_checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
     if subject.kernels.mix_experts is not None:
         for experts in (*([sizes.experts.cut()] if sizes.experts else ()), *_OTHER_EXPERTS):
             yield from ExpertChecks(subject, experts, ROWS).checks()
-    if subject.kernels.bind_layers is not None:
-        yield layers_check(subject, sizes.heads, hidden=sizes.hidden, inner=min(sizes.inner, _MOST_INNER))
-    if subject.kernels.bind_decodes is not None:
-        yield decodes_check(subject, sizes.heads, hidden=sizes.hidden, inner=min(sizes.inner, _MOST_INNER))
+    yield from bound_checks(subject, sizes)
 
 
 def attention_checks(subject: Subject, heads: Heads, *, own: bool) -> Iterator[Check]:
@@ -110,17 +112,32 @@ def attention_checks(subject: Subject, heads: Heads, *, own: bool) -> Iterator[C
 def short_checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
     """Each op once or twice at the model's sizes, fast enough for the start of a server."""
     yield embed_check(subject, sizes.hidden)
-    for matrix in sizes.matrices:
-        yield from LinearChecks(subject, matrix, "normal", _FEW_ROWS).checks()
-    yield from StoredChecks(subject, _FEW_ROWS).checks()
+    yield from short_linear_checks(subject, sizes)
+    yield from StoredChecks(subject, FEW_ROWS).checks()
     if subject.kernels.mix_experts is not None and sizes.experts is not None:
-        yield from ExpertChecks(subject, sizes.experts.cut(), _FEW_ROWS).checks()
+        yield from ExpertChecks(subject, sizes.experts.cut(), FEW_ROWS).checks()
+    yield from short_attention_checks(subject, sizes)
+    yield from bound_checks(subject, sizes)
+
+
+def short_linear_checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
+    """Norms, projections and head of each matrix of the model, for a few rows."""
+    for matrix in sizes.matrices:
+        yield from LinearChecks(subject, matrix, "normal", FEW_ROWS).checks()
+
+
+def short_attention_checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
+    """The pool, rope_write and attention at the model's heads, for contexts of up to 300 tokens."""
     for kind in _kinds(subject):
-        yield from AttentionChecks(subject, sizes.heads, kind, (1, 33, 300), _FEW_ROWS).checks()
+        yield from AttentionChecks(subject, sizes.heads, kind, (1, 33, 300), FEW_ROWS).checks()
+
+
+def bound_checks(subject: Subject, sizes: ModelSizes) -> Iterator[Check]:
+    """Whole layers, for a set that computes them otherwise than op by op."""
     if subject.kernels.bind_layers is not None:
-        yield layers_check(subject, sizes.heads, hidden=sizes.hidden, inner=min(sizes.inner, _MOST_INNER))
+        yield layers_check(subject, sizes.heads, hidden=sizes.hidden, inner=sizes.checked_inner)
     if subject.kernels.bind_decodes is not None:
-        yield decodes_check(subject, sizes.heads, hidden=sizes.hidden, inner=min(sizes.inner, _MOST_INNER))
+        yield decodes_check(subject, sizes.heads, hidden=sizes.hidden, inner=sizes.checked_inner)
 
 
 def _kinds(subject: Subject) -> tuple[Numbers, ...]:

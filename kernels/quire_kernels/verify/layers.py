@@ -6,7 +6,7 @@ Promises: two layers with every option; the mixed step asks for some of its rows
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -40,6 +40,7 @@ from quire_kernels.verify.operands import Source
 from quire_kernels.verify.steps import Slice, Tables
 
 _EPS = 1e-6
+Capture = Callable[[Callable[[], None]], Callable[[], None]]  # of work on the device: what replays it, waited for
 _LENGTHS = (70, 1, 40, 17)
 # Of decodes: two parts of keys and one, and enough rows for every tile.
 _DECODED = (300, 33, 1, *range(2, 32))
@@ -167,9 +168,10 @@ def decodes_check(subject: Subject, heads: Heads, *, hidden: int, inner: int) ->
             return Outcome(problem="a step of decodes was refused")
         allowed = _MOST_OFF * float((single.float() - exact).norm())
         off = float((found.float() - exact).norm())
+        share = 0.0 if off == 0 else off / allowed if allowed else math.inf
         if not off <= allowed:
-            return Outcome(share=off / allowed, problem=f"the rows are off by {off:.3g}, and {allowed:.3g} are allowed")
-        outcomes = [Outcome(share=off / allowed)]
+            return Outcome(share=share, problem=f"the rows are off by {off:.3g}, and {allowed:.3g} are allowed")
+        outcomes = [Outcome(share=share)]
         for at, row in enumerate(rows[:4]):
             alone = chain(x[at : at + 1].clone(), [kv.clone()], replace(tables.step([row], device), sampled=None))
             equal = alone is not None and torch.equal(alone, found[at : at + 1])
@@ -177,6 +179,37 @@ def decodes_check(subject: Subject, heads: Heads, *, hidden: int, inner: int) ->
         return together(*outcomes)
 
     return Check(op="bind_decodes", case=f"two layers of decodes, {heads}", run=run)
+
+
+def replay_check(subject: Subject, heads: Heads, capture: Capture, *, hidden: int, inner: int) -> Check:
+    """The check of graphs: two layers of decodes, replayed on other rows than those of the capture, bit for bit."""
+
+    def run() -> Outcome:
+        kernels, device, dtype = subject.kernels, subject.device, subject.dtype
+        tables = Tables(_DECODED, heads.block_size)
+        pool = (tables.num_blocks, 2, heads.num_kv_heads, heads.block_size, heads.head_dim)
+        each = replace(tables.step([Slice(s, n - 1, 1) for s, n in enumerate(_DECODED)], device), sampled=None)
+        program = list(_plain_layers(kernels, heads, dtype, dtype, device, hidden=hidden, inner=inner))
+        given = [Source(inner + turn).normal(len(_DECODED), hidden).to(device, dtype) for turn in range(3)]
+        kv = [kernels.new_kv(*pool, dtype, device) for _ in range(2)]
+        x, out = given[0].clone(), torch.empty_like(given[0])
+
+        def body() -> None:
+            out.copy_(run_layers(kernels, program, x.clone(), kv[:1], each))
+
+        run_layers(kernels, program, x.clone(), kv[:1], each)  # kernels are compiled
+        graph = capture(body)
+        outcomes = []
+        for turn, rows in enumerate(given):
+            x.copy_(rows)
+            out.zero_()
+            graph()
+            wanted = run_layers(kernels, program, rows.clone(), kv[1:], each)
+            outcomes.append(same(out, wanted, f"replay {turn + 1}"))
+        outcomes.append(same(kv[0], kv[1], "the pool"))
+        return together(*outcomes)
+
+    return Check(op="graphs", case=f"two layers of decodes, {heads}", run=run)
 
 
 def _plain_layers(

@@ -29,7 +29,7 @@ def run_checks(checks: Iterable[Check], *, device: torch.device, patience: float
                     if stop.is_set():
                         return
                     told.put(check)
-                    finding = _run(check, device)
+                    finding = run_check(check, device)
                     told.put(finding)
                     if finding.fatal:
                         break
@@ -60,13 +60,13 @@ def run_checks(checks: Iterable[Check], *, device: torch.device, patience: float
         stop.set()
 
 
-def _run(check: Check, device: torch.device) -> Finding:
+def run_check(check: Check, device: torch.device) -> Finding:
+    """Run one check in this thread. An exception is a finding, `fatal` if the device is lost."""
     try:
         outcome = check.run()
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
         lost = _lost(device)
-        problem = f"raised {text[:300]}" + ("; the device does not answer any more" if lost else "")
+        problem = explained(error) + ("; the device does not answer any more" if lost else "")
         return Finding(op=check.op, case=check.case, ok=False, problem=problem, fatal=lost)
     return Finding(
         op=check.op,
@@ -76,6 +76,11 @@ def _run(check: Check, device: torch.device) -> Finding:
         alone=outcome.alone,
         problem=outcome.problem,
     )
+
+
+def explained(error: Exception) -> str:
+    """The error in one line of at most 320 characters."""
+    return f"raised {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"
 
 
 def _lost(device: torch.device) -> bool:

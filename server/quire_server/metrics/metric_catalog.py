@@ -807,6 +807,11 @@ class PlanMetrics:
             "1 for each op that failed its check at the start and is replaced by a slower one.",
             ("op",),
         )
+        self.gpu_path_left_out = values.gauge(
+            "quire_gpu_path_left_out",
+            "1 for each optional path of a GPU's kernels that it has not shown: a plain one serves.",
+            ("path",),
+        )
         self.quantization_kl = values.gauge(
             "quire_quantization_mean_kl_nats",
             "Loss by quantisation as `quire eval-quant` measured it: mean KL of the next token from bf16's; absent"
@@ -853,6 +858,9 @@ class PlanMetrics:
         self.kernels_replaced.values.clear()
         for op in plan.replaced_ops:
             self.kernels_replaced.set(1, op)
+        self.gpu_path_left_out.values.clear()
+        for path in plan.left_out_paths:
+            self.gpu_path_left_out.set(1, path)
         self.load_seconds.set(plan.load_seconds)
 
 

@@ -99,6 +99,9 @@ class EngineFields(BaseModel):
         "Model",
         "a request gets the same bits alone and in any batch; costs speed on a GPU, on a CPU it is always so",
     )
+    trust_gpu_paths: bool = option(
+        False, "Model", "take every optional path of a GPU's kernels without the check at the start"
+    )
     num_threads: Positive | None = option(
         None, "Model", "CPU compute threads, of all ranks together; default: one for each usable core"
     )

@@ -36,6 +36,12 @@ def test_prefill_from_an_fp8_pool(dtype, deterministic):
     sequences.check([(0, 0, 70), (1, 280, 20)], fp8=True, deterministic=deterministic)
 
 
+def test_masks_where_all_keys_are_seen_change_no_bit():
+    sequences = Sequences([300], shape_of(4, 2, 32, None))
+    plain = TritonAttention(clears=False)
+    assert torch.equal(*(sequences.attend([(0, 20, 280)], ops=ops)[0] for ops in (plain, TritonAttention())))
+
+
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("softcap", [None, 0.7, 50.0])
 def test_softcaps_and_sinks(window, softcap):

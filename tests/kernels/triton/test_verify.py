@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire_kernels.optional_paths import FUSED_GATE_UP, NAMES
 from quire_kernels.triton.set import make_triton_set
 from quire_kernels.verify import layers
 from quire_kernels.verify.checks import ModelSizes, short_checks
@@ -57,6 +58,15 @@ def test_columns_of_a_rank_are_held_to_the_whole_matrix():
     assert found(replace(subject, kernels=planted, alone=False))["norm_linear"] == ("", False)
 
 
+def test_gate_and_up_without_their_activation_pass():
+    kernels = make_triton_set(deterministic=True, left_out=[FUSED_GATE_UP])
+    subject = Subject(kernels=kernels, device=DEVICE, dtype=torch.bfloat16, alone=True)
+    checks = LinearChecks(subject, Matrix(outputs=200, inputs=64), "normal", (1, 7)).checks()
+    found = [check.run().problem for check in checks if check.op == "norm_gate_up"]
+    assert found
+    assert not any(found)
+
+
 @pytest.mark.sim
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_the_set_with_quantised_weights_passes(quantization):
@@ -69,11 +79,17 @@ def test_the_set_with_quantised_weights_passes(quantization):
 
 @pytest.mark.sim
 @pytest.mark.parametrize(
-    ("dtype", "kv_type", "deterministic"),
-    [(torch.bfloat16, "auto", True), (torch.bfloat16, "fp8", False), (torch.float16, "auto", False)],
+    ("dtype", "kv_type", "deterministic", "left_out"),
+    [
+        (torch.bfloat16, "auto", True, ()),
+        (torch.bfloat16, "fp8", False, ()),
+        (torch.float16, "auto", False, ()),
+        (torch.bfloat16, "auto", False, NAMES),
+    ],
 )
-def test_the_set_passes(dtype, kv_type, deterministic):
-    kernels = make_triton_set(kv_type=kv_type, deterministic=deterministic, chained=not deterministic)
+def test_the_set_passes(dtype, kv_type, deterministic, left_out):
+    chained = not deterministic
+    kernels = make_triton_set(kv_type=kv_type, deterministic=deterministic, chained=chained, left_out=left_out)
     subject = Subject(kernels=kernels, device=DEVICE, dtype=dtype, kv_type=kv_type, alone=deterministic)
     found = list(run_checks(short_checks(subject, SIZES), device=DEVICE, patience=600.0))
     assert {each.op for each in found} >= {"norm_linear", "rope_write", "attention", "greedy"}

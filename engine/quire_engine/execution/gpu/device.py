@@ -236,6 +236,29 @@ def _hold_up(stream: torch.cuda.Stream, event: Event) -> None:
     event.hold_up(stream)
 
 
+def capture_on(make_device: Callable[[], Device]) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """A function that records work on a device, made at the first call, and returns what replays it and waits.
+
+    The work's memory may be written by other streams of the device between two replays.
+    """
+
+    def capture(body: Callable[[], None]) -> Callable[[], None]:
+        device = make_device()
+        with device.work():
+            graph = device.capture(body)
+
+        def replay() -> None:
+            if device.torch_device.type == "cuda":
+                torch.cuda.synchronize(device.torch_device)
+            with device.work():
+                graph.replay()
+            device.record().wait()
+
+        return replay
+
+    return capture
+
+
 @dataclass(slots=True)
 class _Slot:
     """One of the host buffers."""

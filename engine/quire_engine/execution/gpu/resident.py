@@ -32,6 +32,7 @@ class RunnerLimits:
     block_size: int
     spare_block: int  # of the pool, for the keys and values of padding rows alone
     drafted_rows: int = 0  # of a step with drafts at most; 0: there are none
+    graphs: bool = True  # steps may be graphs
     # Of steps with prompts that are graphs too, for kernels whose launches follow from bounds; 0: none is.
     mixed_rows: int = 0
 

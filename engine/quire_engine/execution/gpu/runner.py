@@ -122,7 +122,7 @@ class GpuRunner:
     def begin(self, batch: Batch, *, graphs: bool = True) -> _Issued:
         """Issue a step. Without `graphs` launch by launch, as one that no graph serves."""
         place = self._place()
-        issued = self._issue(batch, place, graphs=graphs)
+        issued = self._issue(batch, place, graphs=graphs and self._limits.graphs)
         self._advance(batch)
         return issued
 
@@ -139,6 +139,8 @@ class GpuRunner:
 
     def capture_largest(self) -> None:
         """Capture the graphs that take the most memory: in what they allocate all others find room."""
+        if not self._limits.graphs:
+            return
         bucket, mixed = self._graphs.largest, self._graphs.largest_mixed
         with self.work():
             self._run_empty(bucket)
@@ -150,7 +152,7 @@ class GpuRunner:
 
         Both are measured, as graphs of padding. Where that fails, single ops are used.
         """
-        if not self._model.chains_decodes:
+        if not self._model.chains_decodes or not self._limits.graphs:
             return
         for num_rows in [size for size in self._graphs.sizes if size in _MEASURED_ROWS]:
             bucket = Bucket(num_rows, self._graphs.shortest, 0)
@@ -190,6 +192,8 @@ class GpuRunner:
 
     def capture_next(self) -> int:
         """Capture one graph that steps will likely need, while no step is in flight; how many are left."""
+        if not self._limits.graphs:
+            return 0
         missing = self._graphs.missing()
         if not missing:
             return 0

@@ -275,6 +275,7 @@ def test_engine_config_takes_every_engine_setting():
         "ignore_config_keys": ("alpha", "beta"),
         "kv_cache_dtype": "int8",
         "deterministic": True,
+        "trust_gpu_paths": True,
         "max_model_len": 99,
         "max_num_seqs": 3,
         "max_num_batched_tokens": 300,
@@ -309,6 +310,7 @@ def test_engine_config_takes_every_engine_setting():
     assert got.pop("faults") == ({"point": "oom", "nth": 3, "seed": None},)
     assert not got.pop("swap_on_cpu")  # for tests alone
     assert got.pop("admission") == "expected"  # simulations alone compare it
+    assert got.pop("left_out_paths") is None  # the engine asks its GPU
     assert got.pop("row_seconds") == ()  # the supervisor passes on what an earlier engine measured
     assert got.pop("kv_transfer") is None  # from several settings, as the next test says
     assert (got.pop("replicas"), got.pop("tells_prefixes"), got.pop("alive_seconds")) == (1, False, 0)  # divided_config

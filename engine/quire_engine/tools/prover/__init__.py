@@ -1,0 +1,1 @@
+"""`python -m quire_engine.tools.prover`: checks a GPU's kernels and optional paths in processes that may die of it."""
