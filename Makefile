@@ -117,7 +117,8 @@ model-sweep: $(VENV)/.dev
 
 HOSTILE_ROWS ?= many-prompts many-texts many-strings stopped-tokenizer killed-template killed-spare \
   pipelined-garbage planted-modules planted-adapters early-signals stored-flood paused-14-1 paused-25-2 \
-  wrong-batches file-quota foreign-pages keep-alive strict-values silent-strangers odd-frames
+  wrong-batches file-quota foreign-pages keep-alive strict-values silent-strangers odd-frames \
+  burst burst-raised burst-servers
 
 # What hostile clients send, one by one, and what everybody else has of the server meanwhile.
 hostile: $(VENV)/.dev

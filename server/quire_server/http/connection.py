@@ -28,15 +28,18 @@ from quire_server.errors import (
     RequestTimeout,
     error_body,
 )
+from quire_server.http.acceptor import BODILESS
 from quire_server.http.body_limits import declared_bytes
 from quire_server.http.door import Door, Refused
-from quire_server.http.guard import choose_request_id
+from quire_server.http.guard import Arrival, choose_request_id, put_arrival
 from quire_server.http.sse import HIGH_WATER_BYTES, TRANSPORT, WriteClock, WritePace, waiting_bytes
+from quire_server.http.turns import Turns
 
 GRACE_SECONDS = 5.0  # for replies that are still being written at the stop, after draining
 LINGER_SECONDS = (
     1.0  # before closing: closing at once would reset the connection before the client has read the refusal
 )
+_BODILESS_METHODS = frozenset(word.decode().strip() for word in BODILESS)
 _WIRE_OVERHEAD = 8  # bytes per body byte: chunked framing needs at most 5; the rest is for trailers and extensions
 _UNREAD_BYTES = 16 << 10  # in the transport; behind more, requests are not refused at once
 _TIMER_SECONDS = 0.05  # by which the event loop's timers may be early
@@ -74,10 +77,11 @@ class ConnectionConfig(uvicorn.Config):
         tls: ssl.SSLContext | None = None,
         door: Callable[[], Door | None] = lambda: None,
         pauses: OwnPauses,
+        turns: Turns,
     ) -> None:
         """`door`: called at each request's head, what may refuse it at once; None: nothing does.
 
-        `pauses`: of this process, in which no client is slow.
+        `pauses`: of this process, in which no client is slow. `turns`: of its event loop, one for each request's work.
         """
         super().__init__(
             app,
@@ -97,15 +101,12 @@ class ConnectionConfig(uvicorn.Config):
         self.addresses = Addresses(limits.max_connections_per_address, uncounted)
         self.on_connections = on_connections
         self.pauses = pauses
+        self.turns = turns
         self.door = door
         self.turned_away: set[Connection] = (
             set()
         )  # refused connections that are open until their clients have read the refusal
-        self._tls = tls
-
-    def load(self) -> None:
-        super().load()
-        self.ssl = self._tls
+        self.tls = tls
 
 
 class Connection(HttpToolsProtocol):
@@ -119,14 +120,16 @@ class Connection(HttpToolsProtocol):
         config: ConnectionConfig,
         server_state: ConnectionRegistry,
         app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        has_turn: bool = False,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        """`has_turn`: the first request has waited for its turn already."""
+        super().__init__(config, server_state, app_state)
         self._limits = config.limits
         self._addresses = config.addresses
         self._on_connections = config.on_connections
         self._door = config.door
-        self._pauses = config.pauses
+        self._pauses, self._turns, self._has_turn = config.pauses, config.turns, has_turn
         self._is_asking = False  # whether the door is to be asked about the request whose head has just come
         self._turned_away = config.turned_away
         self._place: str | None = None  # the key in `_addresses`
@@ -174,7 +177,28 @@ class Connection(HttpToolsProtocol):
         return True
 
     def data_received(self, data: bytes) -> None:
-        self._intake.take(data)
+        if self._intake.is_keeping or not self._begins_work(data):
+            self._intake.take(data)
+        elif self._has_turn or self._turns.is_free():
+            self._in_turn(partial(self._intake.take, data))
+        else:
+            self._intake.keep(data)
+            self._stop_head_clock()  # the client has spoken
+            self._unset_keepalive_if_required()
+            self._turns.wait(partial(self._in_turn, self._intake.go_on_now))
+
+    def _begins_work(self, data: bytes) -> bool:
+        """Whether these bytes begin a request that may have a body."""
+        is_new = self._is_between_requests() and not self._in_head and not self._refused
+        return is_new and not data.startswith(BODILESS)
+
+    def _in_turn(self, parse: Callable[[], None]) -> None:
+        """Parse bytes; the request whose head ends in them begins at once."""
+        self._has_turn = True
+        try:
+            parse()
+        finally:
+            self._has_turn = False
 
     def _parse(self, data: bytes) -> bool:
         """Parse some of the bytes that have arrived; returns whether more may be parsed now."""
@@ -246,8 +270,15 @@ class Connection(HttpToolsProtocol):
         self._unanswered = [cycle for cycle in (*self._unanswered, before) if cycle and not cycle.response_complete]
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if self._has_turn or cycle.scope["method"] in _BODILESS_METHODS or self._turns.is_free():
+            self._begin(cycle, app)
+        else:
+            self._turns.wait(partial(self._begin, cycle, app))
+
+    def _begin(self, cycle: RequestResponseCycle, app: Any) -> None:
         refused = self._refused_at_once(cycle)
         if refused is None:
+            put_arrival(cast(Scope, cycle.scope), Arrival(self._pauses, self._turns, lambda: not cycle.more_body))
             own_app: Any = until_close(app, cycle) if cycle.scope["http_version"] == "1.0" else app
             super()._start_asgi_task(cycle, own_app)
             return
@@ -263,7 +294,7 @@ class Connection(HttpToolsProtocol):
         It is written at once: not within another reply, nor behind many that the client does not read.
         """
         is_asking, self._is_asking = self._is_asking, False
-        door = self._door() if is_asking and cycle.keep_alive else None
+        door = self._door() if is_asking and cycle.keep_alive and not cycle.disconnected else None
         if door is None or self.transport.get_write_buffer_size() > _UNREAD_BYTES:
             return None
         return door.refuse(cast(Scope, cycle.scope))
@@ -544,6 +575,23 @@ class Intake(FlowControl):
             self._left += data  # from a read that was under way
             return
         self._feed(data)
+
+    @property
+    def is_keeping(self) -> bool:
+        """Whether bytes have arrived that are not parsed yet."""
+        return bool(self._left)
+
+    def keep(self, data: bytes) -> None:
+        """Keep bytes until `go_on` or `go_on_now`, and read no more until then."""
+        self._left += data
+        self.pause_reading()
+
+    def go_on_now(self) -> None:
+        """Parse the remaining bytes."""
+        if self._turn is not None:
+            self._turn.cancel()
+        if self._left:
+            self._take_turn()
 
     def go_on(self) -> None:
         """Parse the remaining bytes when the event loop is free."""

@@ -29,6 +29,7 @@ from quire_server.http.body_limits import BodyBudget, BodyHold, BodyLimit, BodyL
 from quire_server.http.content_coding import DecodedBody, coding_of
 from quire_server.http.envelopes import dialect_of_scope, error_reply
 from quire_server.http.own_requests import vouched_for
+from quire_server.http.turns import Turns
 from quire_server.settings import ServerLimits
 
 PAGES = frozenset(
@@ -124,6 +125,7 @@ class Guard:
             declared=declared_bytes(scope["headers"]),
             hold=hold,
             body_seconds=self._limits.body_timeout,
+            arrival=scope["state"].pop(_ARRIVAL, None),
         )
         if dialect_of_scope(scope) == "anthropic":
             exchange.id_headers = ("x-request-id", "request-id")  # the second is what Anthropic's SDKs read
@@ -293,11 +295,29 @@ LINGER_BYTES = 16 << 20
 SPARE_BYTES = 64 << 10  # most unread bytes of a body for which the connection is kept
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """The arrival of a request's body, as its connection sees it."""
+
+    pauses: OwnPauses  # of this process, in which no client is slow
+    turns: Turns  # of the event loop
+    is_whole: Callable[[], bool]  # whether all of the body has come
+
+
+_ARRIVAL = "arrival"
+
+
+def put_arrival(scope: Scope, arrival: Arrival) -> None:
+    """Leave it for the guard, which takes it out again."""
+    scope["state"][_ARRIVAL] = arrival
+
+
 class Exchange:
     """Wraps one request's `receive` and `send` to count and time them.
 
-    A body is bounded by its route's limit, by the budget for all bodies and by its timeout. A reply that is sent before
-    its request was read is not lost to a reset.
+    A body is bounded by its route's limit, by the budget for all bodies and by its timeout. One that came after its
+    request had begun takes a turn of the event loop, as many may end at once. A reply that is sent before its request
+    was read is not lost to a reset.
     """
 
     def __init__(
@@ -310,8 +330,9 @@ class Exchange:
         declared: int | None,
         hold: BodyHold,
         body_seconds: float,
-        pauses: OwnPauses | None = None,
+        arrival: Arrival | None = None,
     ) -> None:
+        """`arrival`: None where no connection of this process brings the body."""
         self.request_id = request_id
         self.status: int | None = None
         self.client_gone = False
@@ -322,16 +343,19 @@ class Exchange:
         self._declared = declared
         self._hold = hold
         self._body_seconds = self._allowed = body_seconds  # the second: for as much as has arrived
-        self._pauses = pauses or OwnPauses(_LOOK_SECONDS)
+        self._arrival = arrival
+        self._pauses = OwnPauses(_LOOK_SECONDS) if arrival is None else arrival.pauses
         self._began = self._pauses.now()
         self._body_bytes = 0
         self._body_complete = False
+        self._is_awaited = False  # whether some of the body came after its request had asked for it
         self._closes = False  # whether the connection closes, because too much of the body is unread
 
     async def receive(self) -> Message:
         if self._body_complete or self.client_gone:
             message = await self._receive()
         else:
+            self._is_awaited |= self._arrival is not None and not self._arrival.is_whole()
             message = await self._receive_in_time()
         if message["type"] == "http.disconnect":
             self.client_gone = True
@@ -345,6 +369,8 @@ class Exchange:
                 self._hold.release()
                 raise self._limit.too_large()
             self._hold.grow(arrived)
+            if self._body_complete and self._is_awaited and self._arrival is not None:
+                await self._arrival.turns.go_on()
         return message
 
     async def _receive_in_time(self) -> Message:

@@ -19,17 +19,18 @@ import uvicorn
 
 from quire_engine.errors import ConfigError
 from quire_engine.own_pauses import OwnPauses
+from quire_server.http.acceptor import BACKLOG, Acceptor
 from quire_server.http.body_limits import LARGEST_BODY
 from quire_server.http.connection import Connection, ConnectionConfig, ConnectionLimits
 from quire_server.http.credentials import Credentials
 from quire_server.http.door import Door
 from quire_server.http.sse import WritePace, bound_buffers
 from quire_server.http.starting import AppSwitch
+from quire_server.http.turns import Turns
 from quire_server.settings import ServerLimits, Settings
 
 CLOSING_SECONDS = 1.0  # for data in the sockets' buffers, at the stop
 _LOOK_SECONDS = 0.1  # between two turns of uvicorn's main loop
-_BACKLOG = 2048  # connections that wait to be accepted, as with a single process
 
 log = logging.getLogger("quire")
 
@@ -94,7 +95,7 @@ def bind_for(settings: Settings, count: int) -> list[socket.socket]:
         while len(sockets) < count:
             sockets.append(first if settings.uds is not None else _beside(first))
         for each in dict.fromkeys(sockets):
-            each.listen(_BACKLOG)
+            each.listen(BACKLOG)
     except OSError as error:
         first.close()
         raise ConfigError(
@@ -135,7 +136,7 @@ async def serve(
     `owns_path`: a Unix socket's path ends with this server. `door`: see `ConnectionConfig`.
     """
     limits = limits or ServerLimits()
-    allow_connections(settings.max_connections)
+    most_waiting = allow_connections(settings.max_connections)
     pace = WritePace(seconds=settings.client_write_timeout, bytes_per_second=limits.client_min_rate)
     bound_buffers(sock, pace)
     config = ConnectionConfig(
@@ -154,6 +155,7 @@ async def serve(
         tls=tls,
         door=door,
         pauses=OwnPauses(_LOOK_SECONDS),
+        turns=Turns(),
     )
 
     def stop(cut_off: bool) -> None:
@@ -176,7 +178,7 @@ async def serve(
             Listening(address=address, port=port, stop=stop, bytes_waiting=bytes_waiting, num_stalled=num_stalled)
         )
 
-    server = _Server(config, started)
+    server = _Server(config, started, most_waiting)
     try:
         await server.serve(sockets=[sock])
     finally:
@@ -233,11 +235,13 @@ async def listening_on(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers."""
+    """uvicorn's server without its signal handlers, and with our way to accept."""
 
-    def __init__(self, config: ConnectionConfig, on_started: Callable[[], None]) -> None:
+    def __init__(self, config: ConnectionConfig, on_started: Callable[[], None], most_waiting: int) -> None:
         super().__init__(config)
-        self._on_started, self._pauses = on_started, config.pauses
+        self._config, self._on_started, self._pauses = config, on_started, config.pauses
+        self._most_waiting = most_waiting
+        self._acceptors: list[Acceptor] = []
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -248,9 +252,27 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._on_started()
+        await super().startup([])
+        if not self.started:
+            return
+        config = self._config
+        for sock in sockets or ():
+            acceptor = Acceptor(
+                sock, self._connection, turns=config.turns, tls=config.tls, most_waiting=self._most_waiting
+            )
+            acceptor.begin()
+            self._acceptors.append(acceptor)
+        self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for acceptor in self._acceptors:
+            acceptor.close()
+        await super().shutdown(sockets)
+        for acceptor in self._acceptors:
+            await acceptor.wait_closed()
+
+    def _connection(self, has_turn: bool) -> Connection:
+        return Connection(self._config, self.server_state, self.lifespan.state, has_turn=has_turn)
 
 
 def _bind_unix(path: Path) -> socket.socket:
@@ -282,18 +304,19 @@ _OTHERS = 512  # open files for logs, pipes to workers, the engine's sockets, li
 _descriptors_log = logging.getLogger(__name__)
 
 
-def allow_connections(number: int) -> None:
-    """Raise the soft limit on open files for so many connections, and as many refused ones.
+def allow_connections(number: int) -> int:
+    """Raise the soft limit on open files for so many connections, as many refused ones, and those that wait.
 
     A shell's usual 1,024 would be used up before `--max-connections` is reached: further clients would wait instead of
     being refused, since the event loop could not accept them, and no other file could be opened either. Logs a warning
-    if the system does not allow it.
+    if the system does not allow it. Returns how many may wait for their turn, which is the rest of what is allowed.
     """
     needed = 2 * number + _OTHERS
+    wanted = needed + BACKLOG
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return BACKLOG
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     except (OSError, ValueError):  # a sandbox may forbid it: serve with fewer connections
@@ -306,3 +329,4 @@ def allow_connections(number: int) -> None:
             number,
             needed,
         )
+    return max(0, allowed - needed)

@@ -10,7 +10,8 @@ from starlette.types import Message
 from quire_engine.own_pauses import OwnPauses
 from quire_server.errors import RequestTimeout
 from quire_server.http.body_limits import BodyBudget, BodyHold, BodyLimits
-from quire_server.http.guard import Exchange
+from quire_server.http.guard import Arrival, Exchange
+from quire_server.http.turns import Turns
 
 SECONDS = 0.02
 
@@ -37,7 +38,7 @@ async def _received(*waits: float) -> Message:
         declared=2,
         hold=BodyHold(BodyBudget(1000)),
         body_seconds=SECONDS,
-        pauses=OwnPauses(0.001, clock=lambda: now),
+        arrival=Arrival(OwnPauses(0.001, clock=lambda: now), Turns(), lambda: True),
     )
     return await exchange.receive()
 

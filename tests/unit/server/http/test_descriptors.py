@@ -13,12 +13,13 @@ UNLIMITED = resource.RLIM_INFINITY
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "waiting"),
     [
-        ((256, 1_000_000), (2_512, 1_000_000)),
-        ((256, UNLIMITED), (2_512, UNLIMITED)),
-        ((4_096, 4_096), None),
-        ((UNLIMITED, UNLIMITED), None),
+        ((256, 1_000_000), (4_560, 1_000_000), 2_048),
+        ((256, UNLIMITED), (4_560, UNLIMITED), 2_048),
+        ((256, 3_000), (3_000, 3_000), 488),
+        ((8_192, 8_192), None, 2_048),
+        ((UNLIMITED, UNLIMITED), None, 2_048),
     ],
 )
 def test_as_many_as_are_needed(
@@ -26,11 +27,12 @@ def test_as_many_as_are_needed(
     caplog: pytest.LogCaptureFixture,
     before: tuple[int, int],
     after: tuple[int, int] | None,
+    waiting: int,
 ) -> None:
     changed: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: before)
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: changed.append(limits))
-    allow_connections(1_000)
+    assert allow_connections(1_000) == waiting
     assert changed == ([] if after is None else [after])
     assert not caplog.records
 
@@ -40,7 +42,7 @@ def test_a_hard_limit_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     monkeypatch.setattr(resource, "getrlimit", lambda _: (512, 1_024))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: changed.append(limits))
     with caplog.at_level(logging.WARNING):
-        allow_connections(1_000)
+        assert allow_connections(1_000) == 0
     assert changed == [(1_024, 1_024)]
     assert "1024 open files, and 1000 connections need 2512" in caplog.text
 
