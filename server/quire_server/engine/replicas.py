@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from quire_engine.config import EnginePlan
@@ -19,6 +20,7 @@ from quire_engine.process.transport import LoadProgress
 from quire_engine.routing.fleet import Wanted
 from quire_engine.routing.views import Route
 from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, KVSource, StepOutput, TokenOutput
+from quire_server.engine.awake_timer import AwakeTimer
 from quire_server.engine.prompt_sources import PromptSources
 from quire_server.engine.recovery import JournalEntry, Quarantine
 from quire_server.engine.replica_questions import EPOCH, ReplicaQuestions
@@ -101,7 +103,7 @@ class Stream:
     numerics: str = ""  # of the engine that its tokens are from; empty: none yet
     num_silent: int = 0  # engines that were out of reach with it, since its last output
     moved_at: float | None = None  # when it lost its engine, until its next output
-    timer: asyncio.TimerHandle | None = None  # the end of the wait for an engine
+    timer: AwakeTimer | None = None  # the end of the wait for an engine
     blocks: tuple[int, ...] | None = None  # names of its prompt's blocks; None: not hashed yet
     routes: list[RouteTaken] = field(default_factory=list)  # one for each engine that it was given to
 
@@ -340,8 +342,7 @@ class ReplicaSet:
             if self._stopped or self._are_dead():
                 self._fail(stream, "the engine is not running")
             elif stream.timer is None:
-                loop = asyncio.get_running_loop()
-                stream.timer = loop.call_later(self._failover_seconds, self._give_up, stream)
+                stream.timer = AwakeTimer(self._failover_seconds, partial(self._give_up, stream))
             return
         if stream.timer is not None:
             stream.timer.cancel()
@@ -492,7 +493,7 @@ class ReplicaSet:
         self._move(source, source.engine.surrender(suspects=is_dead))
         self.on_step(StepOutput(step_id=0, outputs=(), stats=stats))
         if not is_dead:
-            asyncio.get_running_loop().call_later(self._failover_seconds, self._overdue, source)
+            AwakeTimer(self._failover_seconds, partial(self._overdue, source))
         elif self._are_dead():
             for stream in list(self._streams.values()):
                 self._fail(stream, "the engine could not be restarted")
