@@ -175,3 +175,20 @@ async def document_of_this_machine() -> dict[str, Any]:
     async with connect(make_app(allowed_hosts=()), headers={"host": "localhost"}) as client:
         result: dict[str, Any] = (await client.get("/openapi.json")).json()
         return result
+
+
+async def test_a_model_that_is_not_there_is_declared_where_the_address_may_name_one() -> None:
+    taking = [
+        (method, path)
+        for path, operations in (await document())["paths"].items()
+        for method, operation in operations.items()
+        if any((each["in"], each["name"]) == ("query", "model") for each in operation.get("parameters", ()))
+    ]
+    assert ("get", "/ping") in taking
+    async with connect(make_app()) as client:
+        for method, path in taking:
+            reply = await client.request(method, path, params={"model": "none-such"})
+            assert reply.status_code in (404, 401, 403), path
+            declared = (await document())["paths"][path][method]["responses"]
+            assert str(reply.status_code) in declared
+            assert "404" in declared

@@ -102,6 +102,8 @@ def complete(
                     "content": {"application/json": {"schema": schema}},
                 }
             errors = ANY_ROUTE + _refusals(path, looks_at_hosts) + (WITH_BODY if model is not None else ())
+            if any((each["in"], each["name"]) == ("query", "model") for each in operation.get("parameters", ())):
+                errors += (ModelNotFound,)
             responses = operation.setdefault("responses", {})
             responses.pop("422", None)
             for error in errors:
