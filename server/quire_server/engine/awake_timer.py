@@ -1,7 +1,7 @@
 """A timer that counts only the time in which this process ran.
 
 Promises: who was paused itself (SIGSTOP, a suspended machine) gives up nobody for the time of its pause, in which the
-others could do nothing either. Must not know: what is waited for.
+others could do nothing either. Must not know: requests.
 """
 
 from __future__ import annotations

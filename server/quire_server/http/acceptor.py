@@ -1,7 +1,7 @@
 """Accepts connections: one on which a request without a body comes is opened at once, all others have their turns.
 
 Promises: a probe waits for no request that came before it, also on a connection of its own; few files are open for what
-waits. Must not know: HTTP beyond the first word of a request.
+waits. Must not know: routes, requests.
 """
 
 from __future__ import annotations
