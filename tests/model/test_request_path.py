@@ -1,4 +1,4 @@
-"""The path of a streamed chat request, walked as CONTRIBUTING.md tells it; and how many functions a token crosses."""
+"""The path of a streamed chat request, walked as the documents tell it; and how many functions a token crosses."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from quire_server.engine.supervisor import Supervisor
 from quire_server.settings import Settings
 from quire_server.state import build_state
 from support.call_trace import WHICH_TOKEN, Trace
+from support.documents import ROOT, section
 
-ROOT = Path(__file__).parents[2]
 TRACED = ROOT / "tests/support/call_trace.py"
-TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-SECTION = TEXT.split("\n## The path of a streamed chat request\n")[1].split("\n## ")[0]
+SECTION = section("docs/architecture.md", "One request, from the socket to its last token")
 PATH = re.findall(r"^\| `(quire_[\w.]+)` \|", SECTION, re.MULTILINE)
 SERVER_ASIDE = ("quire_server.metrics.",)  # metrics are taken by the side
 BODY = {

@@ -24,7 +24,7 @@ NUM_STEPS = 40
 
 
 def shown() -> str:
-    (code,) = re.findall(r"```python\n(.*?)```", CONTRIBUTING.split("### A policy of your own\n")[1], re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", CONTRIBUTING.split("## A policy of your own\n")[1], re.DOTALL)
     return str(code)
 
 
