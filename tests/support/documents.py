@@ -1,4 +1,4 @@
-"""The documents for users: README.md, SERVING.md and the folder docs."""
+"""The documents for users (README.md, SERVING.md and the folder docs), and the pages in folders of the source."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = tuple(sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")))
 FOR_USERS = ("README.md", "SERVING.md", *PAGES)
+# One page in each folder whose rules of access a newcomer must know.
+FOLDER_PAGES = (
+    "engine/quire_engine/execution/README.md",
+    "engine/quire_engine/execution/gpu/README.md",
+    "engine/quire_engine/scheduling/README.md",
+    "engine/quire_engine/simulation/README.md",
+    "server/quire_server/engine/README.md",
+    "server/quire_server/http/README.md",
+    "tests/support/README.md",
+)
 
 
 def text(name: str) -> str:

@@ -7,9 +7,16 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from support.documents import FOR_USERS, PAGES, ROOT, text
+from support.documents import FOLDER_PAGES, FOR_USERS, PAGES, ROOT, text
 
-DOCUMENTS = (*FOR_USERS, "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/RESULTS.md", "benchmarks/data/README.md")
+DOCUMENTS = (
+    *FOR_USERS,
+    *FOLDER_PAGES,
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "benchmarks/RESULTS.md",
+    "benchmarks/data/README.md",
+)
 LINK = re.compile(r"\]\(([^()\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 
