@@ -4,7 +4,7 @@
 
 Servers take turns at the same requests, and ratios are of one round. Then one server answers chats, each with guesses
 from earlier text and without; the texts must be equal. Prompts of the second part are in the prefix cache, so that it
-measures decoding. Prints rows for the tables of README.md and benchmarks/RESULTS.md.
+measures decoding. Prints rows for the tables of README.md and benchmarks/results/headline.md.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ NUM_STREAMS = 4
 TOKENS = 400
 TRIES = 3  # a busy machine spoils a comparison of gaps
 MOST_SECONDS = 7.0
-# Bombs as fast as they are answered, beside streams with a token each 1.4 ms: 3 to 6 was measured (RESULTS.md), since
+# Bombs as fast as they are answered, beside streams with a token each 1.4 ms: 3 to 6 was measured, since
 # one mask of a bomb may hold a step for 15 ms. A compilation in the way of steps or of the event loop gives hundreds.
 MOST_RATIO = 20
 

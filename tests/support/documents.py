@@ -6,6 +6,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = tuple(sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")))
+# The index of what was measured, and its pages.
+RESULTS = (
+    "benchmarks/RESULTS.md",
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks/results").glob("*.md")),
+)
 FOR_USERS = ("README.md", "SERVING.md", *PAGES)
 # One page in each folder whose rules of access a newcomer must know.
 FOLDER_PAGES = (

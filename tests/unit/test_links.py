@@ -7,14 +7,14 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from support.documents import FOLDER_PAGES, FOR_USERS, PAGES, ROOT, text
+from support.documents import FOLDER_PAGES, FOR_USERS, PAGES, RESULTS, ROOT, text
 
 DOCUMENTS = (
     *FOR_USERS,
     *FOLDER_PAGES,
     "CONTRIBUTING.md",
     "CHANGELOG.md",
-    "benchmarks/RESULTS.md",
+    *RESULTS,
     "benchmarks/data/README.md",
 )
 LINK = re.compile(r"\]\(([^()\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")

@@ -1,4 +1,4 @@
-"""The README's first screen: its numbers are lines of RESULTS.md with a command, its pictures are there and small."""
+"""The README's first screen: its numbers are measured results with a command, its pictures are there and small."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pytest
 
 from quire_bench.arguments import parse_arguments
-from support.documents import ROOT, text
+from support.documents import ROOT, section, text
 
 PICTURES = [f"docs/{page}-{colours}.png" for page in ("chat", "dashboard") for colours in ("light", "dark")]
 MOST_BYTES = 100_000  # of each
@@ -19,14 +19,15 @@ def table(page: str, first: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in found.splitlines()]
 
 
-RESULTS = text("benchmarks/RESULTS.md")
-ROWS = table(RESULTS.split("\n## Headline\n")[1].split("\n## ")[0], "what")
+HEADLINE = "benchmarks/results/headline.md"
+ROWS = table(section(HEADLINE, "Headline"), "what")
 
 
 def section_of(link: str) -> str:
-    """The section of RESULTS.md that a link such as `[GPU](#gpu-2026-11-22)` leads to."""
-    sections = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", RESULTS, re.MULTILINE | re.DOTALL))
-    (anchor,) = re.findall(r"\(#([^)]*)\)", link)
+    """Return the section of the results that a link of the table leads to, such as `[GPU](gpu.md#gpu-2026-11-22)`."""
+    ((page, anchor),) = re.findall(r"\(([^)#]*)#([^)]*)\)", link)
+    results = text(f"benchmarks/results/{page}" if page else HEADLINE)
+    sections = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", results, re.MULTILINE | re.DOTALL))
     return next(
         body for title, body in sections.items() if re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") == anchor
     )
