@@ -7,21 +7,25 @@ ARGS ?=
 JOBS ?= 2
 CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 
-.PHONY: help serve test kernel-test kernel-matrix schema-test draft-test test-e2e e2e-matrix client-test image-test gpu-test gpu-bench gpu-first gpu-wheels kernel-sim \
+.PHONY: help serve test everything kernel-test kernel-matrix schema-test draft-test test-e2e e2e-matrix client-test image-test gpu-test gpu-bench gpu-first gpu-wheels kernel-sim \
   wheel wheel-test release \
   schedule-test property-test kill-test model-matrix emulated-test damage-test format-test token-test model-sweep hostile worker-walk replica-test rank-test batch-test models-test ray-test real-models real-test real-bench soak api-fuzz audit lock sbom check format bench headline \
   clean
 
-HELP := \
+# What most people need, and the other targets.
+HELP_FIRST := \
   "serve          serve the embedded model, or ARGS=\"/models/X --port 9000\"" \
   "test           every test that needs neither outside programs nor a GPU; ten to twenty minutes" \
+  "check          formatters, linters, mypy and the architecture's rules" \
+  "bench          the host's cost of a step" \
+  "everything     what needs no GPU, no internet and no root, one after another; hours"
+
+HELP_FURTHER := \
   "kernel-test    the kernels on every instruction set of this machine" \
   "kernel-matrix  the same with all rows of every cross product" \
   "test-e2e       real servers, the openai clients, Prometheus" \
   "e2e-matrix     further model families, kills and commands that take minutes, for which others stand in test-e2e" \
-  "check          formatters, linters, mypy and the architecture's rules" \
   "format         format the code" \
-  "bench          the host's cost of a step" \
   "headline       against transformers' generate and static batches; an hour" \
   "model-sweep    every architecture of transformers, tiny and random, through the fallback; a quarter of an hour" \
   "client-test    SDKs, frameworks and coding agents that people use; installs them" \
@@ -61,9 +65,8 @@ HELP := \
   "image-test     both container images, as root with buildah" \
   "clean          remove what the targets made"
 
-# The targets, a line each.
 help:
-	@printf '%s\n' $(HELP)
+	@printf '%s\n' $(HELP_FIRST) '' 'Further targets:' '' $(HELP_FURTHER)
 
 serve: $(VENV)/.serve
 	$(BIN)/quire serve $(ARGS)
@@ -73,6 +76,18 @@ serve: $(VENV)/.serve
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not kernels and not e2e and not gpu and not sim and not image and not schemas and not drafts and not matrix" \
 	  --ignore=tests/architecture $(ARGS)
+
+# What needs no GPU, no internet once the environment is set up, and no root, one after another. It takes hours. A target that fails
+# does not stop the ones behind it; the failed ones are named at the end. Some judge times, so leave the machine to it. Left out
+# beside what installs further packages: kernel-sim, which fetches two versions of Triton, and model-sweep, which writes docs/models.md.
+EVERYTHING = check test kernel-matrix model-matrix test-e2e e2e-matrix schema-test draft-test schedule-test property-test \
+  damage-test hostile worker-walk replica-test rank-test batch-test models-test kill-test soak \
+  $(if $(filter x86_64,$(shell uname -m)),emulated-test)
+
+everything:
+	@failed=; for target in $(EVERYTHING); do \
+	  echo "make $$target"; $(MAKE) --no-print-directory $$target ARGS= || failed="$$failed $$target"; \
+	done; if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
 
 # The kernels on every instruction set that this machine has, by sanitizers and by Triton's interpreter.
 kernel-test: $(VENV)/.dev
