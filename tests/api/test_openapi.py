@@ -178,17 +178,15 @@ async def document_of_this_machine() -> dict[str, Any]:
 
 
 async def test_a_model_that_is_not_there_is_declared_where_the_address_may_name_one() -> None:
-    taking = [
-        (method, path)
+    responses = {
+        (method, path): operation["responses"]
         for path, operations in (await document())["paths"].items()
         for method, operation in operations.items()
         if any((each["in"], each["name"]) == ("query", "model") for each in operation.get("parameters", ()))
-    ]
-    assert ("get", "/ping") in taking
+    }
+    assert ("get", "/ping") in responses
     async with connect(make_app()) as client:
-        for method, path in taking:
+        for (method, path), declared in responses.items():
             reply = await client.request(method, path, params={"model": "none-such"})
             assert reply.status_code in (404, 401, 403), path
-            declared = (await document())["paths"][path][method]["responses"]
-            assert str(reply.status_code) in declared
-            assert "404" in declared
+            assert {"404", str(reply.status_code)} <= declared.keys(), path

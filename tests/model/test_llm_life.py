@@ -200,7 +200,7 @@ def test_calls_without_parameters_take_the_models_own(tmp_path) -> None:
             assert plain.get_default_sampling_params() == SamplingParams()
             both = [each.generate("a", given, use_tqdm=False)[0].outputs[0].token_ids for each in (made, plain)]
         assert both[0] == both[1]
-    with pytest.raises(ValueError, match="override_generation_config: warmth is no default"):
+    with pytest.raises(ValueError, match="override_generation_config: warmth is not a sampling default"):
         LLM(tmp_path, override_generation_config={"warmth": 1}, **SETTINGS)
 
 
