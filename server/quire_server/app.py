@@ -347,7 +347,7 @@ def _is_full(state: ServerState, *underway: int) -> bool:
 
 
 def _routes_in_words(state: ServerState, replicas: ReplicaSet, request_id: str) -> str:
-    """Where each prompt of a client's request was sent, in one line for a header."""
+    """Return where each prompt of a client's request was sent, in one line for a header."""
     routes = [replicas.routes(each) for each in state.names.find(request_id)[:_MOST_ROUTES]]
     return "; ".join(str(taken[-1]) for taken in routes if taken)
 

@@ -151,7 +151,7 @@ def _digest(path: Path) -> str:
 
 
 def _write(store: BatchStore, batch: Batch, output: Path) -> None:
-    """Both files of the batch as one, in the order of the input; the output is whole or not there. Raises OSError."""
+    """Write both files of the batch as one, in the order of the input, as a whole or not at all. Raises OSError."""
     parts: list[IO[bytes]] = [
         store.content(each).open("rb") for each in (batch.output_file, batch.error_file) if each is not None
     ]

@@ -128,7 +128,7 @@ def parse_flags(argv: Sequence[str], prog: str = SERVE) -> Settings:
 
 
 def parse_command_line(argv: Sequence[str], prog: str = SERVE) -> CommandLine:
-    """As `parse_flags`, with the messages for the log."""
+    """Parse a command line as `parse_flags` does, and return the messages for the log too."""
     parser = build_parser(prog)
     adopted = _adopted(argv)
     if adopted.problems:
@@ -208,7 +208,7 @@ def _unknown(words: Sequence[str]) -> list[str]:
 
 
 def check_command_line(argv: Sequence[str], prog: str = SERVE) -> tuple[CommandLine | None, list[str]]:
-    """As `parse_command_line`, with a line for every problem, where that one ends at the first kind.
+    """Parse a command line and return a line for every problem; `parse_command_line` stops at the first kind.
 
     A flag with a value that cannot be read is left out for what follows.
     """

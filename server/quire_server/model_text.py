@@ -78,7 +78,7 @@ async def read_model_text(settings: Settings) -> ModelText:
 
 
 def _place(settings: Settings) -> str:
-    """Where the tokenizer is from, as the user has named it."""
+    """Return the name or path that the tokenizer is from, as the user has typed it."""
     return typed_name(settings.tokenizer or settings.model_path)
 
 

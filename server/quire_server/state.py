@@ -239,7 +239,7 @@ class ServerState:
         return "draining" if self.draining else self.engine_trouble()
 
     def server_unready_reason(self) -> str | None:
-        """The same of the server: with several models, of all of them together."""
+        """Return why the server is not ready, or None; with several models, all of them together."""
         if self.catalog is None or self.draining:
             return self.unready_reason()
         return self.catalog.models.trouble()
@@ -290,7 +290,7 @@ def state_of(request: Request) -> ServerState:
 
 
 def choose(request: Request, name: str | None) -> ServerState:
-    """From here on the request is for the model of this name: the one place that decides it. Raises ModelNotFound."""
+    """Choose the model of this name for the request: the one place that decides it. Raises ModelNotFound."""
     state = state_of(request)
     found = state.find(name)
     if found is None:
@@ -309,7 +309,7 @@ async def choose_by_query(
     request: Request,
     model: Annotated[str | None, Query(max_length=4096, description="of several; else the first")] = None,
 ) -> None:
-    """The same by the address, for routes without a body. Raises ModelNotFound."""
+    """Choose the request's model by the address's query, for routes without a body. Raises ModelNotFound."""
     if model is not None:
         choose(request, model)
 

@@ -102,7 +102,7 @@ def _complain(reply: OwnReply, message: str, where: str) -> None:
 
 
 def _owners(state: ServerState, prefix: WarmPrefix, path: Path) -> list[Vouched]:
-    """In whose names a prefix is computed: no client finds the prefixes of another one. Raises ConfigError."""
+    """Return the owners for whom a prefix is computed: no client finds another's prefixes. Raises ConfigError."""
     if not state.settings.needs_key:
         if prefix.owner is not None:
             raise ConfigError(

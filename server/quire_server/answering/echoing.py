@@ -59,7 +59,7 @@ class EchoingGeneration(Generation):
         self._names = tokenizer
 
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta]]:
-        """As in `Generation`; `finished` is set with the last deltas only."""
+        """Yield deltas as `Generation` does, long echoes in parts; `finished` is set with the last deltas only."""
         async with aclosing(super().deltas()) as wakes:
             async for deltas in wakes:
                 finished, self.finished = self.finished, False

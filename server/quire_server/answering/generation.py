@@ -218,7 +218,7 @@ class Generation:
         frames: Callable[[Sequence[ChoiceDelta]], bytes],
         around: tuple[bytes, bytes] | None = None,
     ) -> None:
-        """Where a stream's frames go, and what renders them; to be called before `deltas` is iterated.
+        """Set where a stream's frames go and what renders them; to be called before `deltas` is iterated.
 
         `around`: the bytes before and after the text's JSON in a frame after the first one, if these are all of it.
         """

@@ -88,7 +88,7 @@ class BeamOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopOptions:
-    """When a choice ends."""
+    """The conditions that end a choice: limits of tokens, stop strings, stop tokens."""
 
     max_tokens: int | None = None  # the client's
     max_tokens_param: str = "max_tokens"

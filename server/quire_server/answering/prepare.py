@@ -53,7 +53,7 @@ class ReplyParsing:
 
 
 def reply_parsing(state: ServerState, options: GenerationOptions, prompt: str) -> ReplyParsing | None:
-    """For a rendered conversation; None where all output is the answer's text."""
+    """Return how replies to a rendered conversation are parsed; None where all output is the answer's text."""
     tools = options.tools
     may_call = tools is not None and tools.choice != "none"
     formats = _formats(state, options)
@@ -227,7 +227,7 @@ def _check_width(asked: BeamOptions, options: GenerationOptions, limits: ModelLi
 
 
 def _refused(options: GenerationOptions) -> dict[str, bool]:
-    """For each option that beam search does not support, by its field, whether the request uses it."""
+    """Return whether the request uses each option that beam search does not support, by the option's field."""
     sampling = options.sampling
     structure = "response_format" if options.structure is None else options.structure.param
     numbers = {field.name: getattr(sampling, field.name) != field.default for field in fields(SamplingNumbers)}

@@ -232,7 +232,7 @@ async def _pair_ids(state: ServerState, one: str, other: str, options: PairOptio
 
 
 async def _shortened(state: ServerState, source: str | Sequence[int], most: int) -> str | Sequence[int]:
-    """At most so many tokens of a text."""
+    """Return the text or its ids, cut to at most `most` tokens."""
     if not isinstance(source, str):
         return source[:most]
     await asyncio.sleep(0)

@@ -108,7 +108,7 @@ def timings_field(options: ReplyOptions, generation: Generation) -> bytes:
 
 
 def last_timings(options: ReplyOptions, generation: Generation, *, is_last: bool) -> bytes:
-    """The same in a stream's frame of a choice: in the last one, where no frame with the usage follows."""
+    """Return `timings_field` for the frame that ends a stream, or nothing where a frame with the usage follows."""
     return timings_field(options, generation) if is_last and generation.finished and not options.usage_at_end else b""
 
 

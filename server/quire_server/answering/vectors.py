@@ -386,7 +386,7 @@ def _too_long(most: int, tokens: str, param: str) -> ContextLengthExceeded:
 
 
 def _cut(whole: Sequence[int], plain: Sequence[int], keep: int, *, keep_start: bool) -> list[int]:
-    """At most `keep` tokens, with the special tokens that the tokenizer puts around a text in their places.
+    """Cut the ids of a text to `keep` tokens; the special tokens around the text keep their places.
 
     Models that pool the last token's row are trained with an end-of-text token there.
     """

@@ -58,7 +58,7 @@ class Session:
 
     @property
     def num_live(self) -> int:
-        """Its unfinished requests."""
+        """The number of this API server's unfinished requests."""
         return len(self._relays)
 
     @property

@@ -113,11 +113,11 @@ class BatchStore:
         return file_id, self.content(file_id).open("xb")
 
     def content(self, file_id: str) -> Path:
-        """Where the content of a stored file is."""
+        """Return the path of a stored file's content."""
         return self._contents / file_id
 
     def begin_upload(self, owner: str) -> tuple[str, IO[bytes]] | None:
-        """As `new_content`, for an upload that counts as its owner's; None: the owner has `MAX_FILES` files."""
+        """Open a new file as `new_content` does, as an upload of its owner's; None: the owner has `MAX_FILES` files."""
         if self.usage(owner)[0] >= MAX_FILES:
             return None
         file_id, content = self.new_content()
@@ -158,7 +158,7 @@ class BatchStore:
     def files(
         self, owner: str, *, purpose: str | None, after: StoredFile | None, limit: int, newest_first: bool
     ) -> list[StoredFile]:
-        """At most `limit` of the owner's files, in the order of their creation, those behind `after`."""
+        """Return at most `limit` of the owner's files behind `after`, in the order of their creation."""
         sign, order = ("<", "DESC") if newest_first else (">", "ASC")
         where = "owner = ? AND (expires_at IS NULL OR expires_at > ?)"
         values: list[Any] = [owner, self.now()]
@@ -224,7 +224,7 @@ class BatchStore:
         return None if found is None or owner not in (None, found.owner.name) else found
 
     def batches(self, owner: str, *, after: Batch | None, limit: int) -> list[Batch]:
-        """At most `limit` of the owner's batches, the newest first, those behind `after`."""
+        """Return at most `limit` of the owner's batches behind `after`, the newest first."""
         where, values = "owner = ?", list[Any]([owner])
         if after is not None:
             where, values = f"{where} AND (created_at, id) < (?, ?)", [owner, after.created_at, after.id]
@@ -497,7 +497,7 @@ def _refusal_bytes(line: Line) -> int:
 
 
 def _charge(line: Line) -> int:
-    """As `_CHARGE`, of a line without a result."""
+    """Return the bytes that `_CHARGE` counts for a line without a result."""
     return _ROW + 2 * len(line.custom_id.encode()) + _refusal_bytes(line)
 
 

@@ -38,7 +38,7 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """As chats, completions and vectors write it (the first four fields), and as responses do."""
+    """The usage in a result: four fields that chats, completions and vectors write, then those of responses."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None

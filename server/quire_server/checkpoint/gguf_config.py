@@ -378,7 +378,7 @@ def _olmoe(reader: _Reader) -> Config:
 
 
 def _gpt_oss(reader: _Reader) -> Config:
-    """Its rotations are stretched between frequencies that are no whole numbers, which files do not say."""
+    """Return the configuration of gpt-oss: `truncate` is false, which the metadata of its files does not say."""
     scaling = _rope(reader).get("rope_scaling")
     return {
         **_experts(reader),
@@ -402,7 +402,7 @@ def _mixtral(reader: _Reader) -> Config:
 
 
 def _inner_of_experts(reader: _Reader) -> int:
-    """By a key of its own, or as of an MLP."""
+    """Return the width of an expert: by its own key, or else by the key of an MLP's width."""
     key = "expert_feed_forward_length"
     return reader.integer(key if reader.has(key) else "feed_forward_length")
 

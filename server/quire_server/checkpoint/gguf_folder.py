@@ -71,7 +71,7 @@ def gguf_of(folder: Path) -> Path | None:
 
 
 def models(names: Iterable[str]) -> list[str]:
-    """Of the names of files those of models, of split ones the first of each."""
+    """Return the names of GGUF files that are models, sorted; of a split model only the first file."""
     found = []
     for name in sorted(names):
         stem = PurePosixPath(name).stem
@@ -83,7 +83,7 @@ def models(names: Iterable[str]) -> list[str]:
 
 
 def of_quantisation(names: Iterable[str], tag: str) -> list[str]:
-    """Of the names of models those that end with a tag, such as Q4_K_M, or lie in a folder whose name does."""
+    """Return the models whose name, or a folder in whose path, ends with a tag of a quantisation, such as Q4_K_M."""
     pattern = re.compile(rf"(?:.*[-._])?{re.escape(tag)}", re.IGNORECASE)
     return [name for name in models(names) if any(map(pattern.fullmatch, PurePosixPath(short_name(name)).parts))]
 

@@ -355,7 +355,7 @@ class GgufVocabulary:
         return scores
 
     def _unigrams(self) -> dict[str, Any]:
-        """Of all ways to cut a text the one with the highest sum of scores, as sentencepiece's unigrams."""
+        """Return the JSON of a tokenizer that cuts texts at the best sum of scores, like sentencepiece's unigrams."""
         if not self._metadata.boolean(_KEY + "remove_extra_whitespaces", False):
             raise self._error("remove_extra_whitespaces", f"unigrams that keep all spaces are not read; {_ADVICE}")
         unknown = self._special_id("unk_token")

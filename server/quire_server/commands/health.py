@@ -135,7 +135,7 @@ def _url(address: str, family: int) -> str:
 
 
 def trouble_at(address: str, timeout: float) -> str:
-    """Like `_trouble`, but tries both HTTP and HTTPS, since the address does not tell which."""
+    """Return the trouble at an address after trying HTTP and HTTPS, since the address does not tell which it serves."""
     trouble = _trouble(address, timeout)
     if not trouble.startswith(_SILENT):
         return trouble

@@ -128,7 +128,7 @@ def pages(source: StepPages, after: int, *, events: bool, follow: bool) -> Itera
 
 
 class Story:
-    """For people."""
+    """The writer of steps as text for people."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -147,7 +147,7 @@ class Story:
 
 
 class Lines:
-    """For a replay: the format is in `scheduling.step_records`."""
+    """The writer of steps as lines for a replay, in the format of `scheduling.step_records`."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out

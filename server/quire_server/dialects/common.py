@@ -410,7 +410,7 @@ class ServingFields(WireModel):
 
 
 class DecodingFields(SamplingFields):
-    """Which tokens are taken, and which of them end a choice."""
+    """The fields that decide which tokens are taken and which of them end a choice."""
 
     logit_bias: LogitBias = None
     min_tokens: TokenCount | None = number_field("min_tokens", 0, models=False)

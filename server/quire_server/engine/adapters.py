@@ -65,7 +65,7 @@ class ServedAdapters:
         return tuple((name, each.adapter) for name, each in self._served.items())
 
     def mirror(self, served: Iterable[tuple[str, Adapter]]) -> None:
-        """These are the adapters, as another process has loaded them."""
+        """Replace the served adapters by those that another process has loaded."""
         self._served = {name: ServedAdapter(adapter=adapter, rank=0, parent="", loaded=0.0) for name, adapter in served}
 
     def find(self, name: str) -> ServedAdapter | None:

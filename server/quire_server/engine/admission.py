@@ -239,7 +239,7 @@ class TtftGate:
         self._num_pending += tokens
 
     def answered(self, request_id: str) -> None:
-        """Its first token has come, or it has ended without one."""
+        """Take a request's prompt off the pending tokens: its first token has come, or it has ended without one."""
         self._num_pending -= self._pending.pop(request_id, 0)
 
     def observe(self, stats: EngineStats, now: float) -> None:
@@ -281,7 +281,7 @@ class SeatMeter:
         self._seat_seconds = 0.0  # seat-seconds of the ended sequences
 
     def resize(self, seats: int) -> None:
-        """From now on there are so many seats."""
+        """Set the number of seats from now on."""
         self._seats = seats
 
     def observe(self, now: float, *, sequences: int, ended: int = 0) -> None:

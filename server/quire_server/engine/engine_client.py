@@ -268,7 +268,7 @@ class EngineClient:
             self.check_budget(requests[0].tenant, sum(len(each.prompt_token_ids) for each in requests))
 
     def check_budget(self, tenant: str, prompt_tokens: int) -> None:
-        """The same by the name of the tenant and the tokens of all prompts."""
+        """Check a tenant's budgets, by its name, for the tokens of all prompts of a request. Raises BudgetSpent."""
         if self._tenants is None:
             return
         try:
@@ -334,7 +334,7 @@ class EngineClient:
             self._port.hold_request(request.request_id)
 
     def release_held(self, requests: Iterable[GenerationRequest]) -> None:
-        """Their outputs were read: release them, even if other requests have taken their places in the queue."""
+        """Release requests whose outputs were read, even if other requests have taken their places in the queue."""
         for request in requests:
             self._num_held -= self._held.pop(request.request_id)
             self._port.release_request(request.request_id)

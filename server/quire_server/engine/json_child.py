@@ -32,7 +32,7 @@ def ask(tool: str, question: object, reply_type: type[T], *, timeout: float | No
 
 
 def ask_each(tool: str, questions: Sequence[object], reply_type: type[T], *, timeout: float | None = None) -> list[T]:
-    """The same for several questions, which one process answers.
+    """Return all replies of `quire_engine.tools.TOOL` to several questions, which one process answers.
 
     Raises ConfigError or ModelLoadError as the tool does, EngineDead if it crashes or takes longer than `timeout`
     seconds.
@@ -57,7 +57,7 @@ def ask_each(tool: str, questions: Sequence[object], reply_type: type[T], *, tim
 
 
 def replies(tool: str, question: object, reply_type: type[T]) -> Iterator[T]:
-    """The same, each reply when it comes. A caller that stops early ends the tool."""
+    """Yield the replies of `quire_engine.tools.TOOL` as they come. A caller that stops early ends the tool."""
     command = module_command(f"quire_engine.tools.{tool}")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) as process:
         if process.stdin is None or process.stdout is None:

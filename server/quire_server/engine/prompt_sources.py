@@ -1,4 +1,4 @@
-"""Where a request's replica may fetch KV blocks of its prompt: from one that has them, or that computes them for it.
+"""Sources of a prompt's KV blocks for a request's replica: one that has them, or one that computes them for it.
 
 A replica computes a prompt for another one as a request of its own, without output. Promises: it
 changes when the first token comes, never the tokens; it ends when its stream has an output, ends or leaves its replica.

@@ -38,7 +38,7 @@ class ReplicaQuestions:
         self._routes = routes
 
     async def inspect(self, what: str, argument: str = "{}") -> bytes:
-        """As `Supervisor.inspect`: of requests that it names from the replicas that have them; else of one replica.
+        """Answer like `Supervisor.inspect`: about requests from the replicas that have them, else from one replica.
 
         That is `replica` of the argument, or the first one; lists of requests are of all.
         """
@@ -99,7 +99,7 @@ class ReplicaQuestions:
 
 
 def _translated(answer: dict[str, Any], name: str) -> dict[str, Any]:
-    """With the client's ids, and for each request the replica and how often it has moved."""
+    """Return the answer with the client's ids, and for each request its replica and how often it has moved."""
     for listed in ("live", "ended", "requests", "sequences"):
         for one in answer.get(listed, ()):
             one["request_id"], _, epoch = one["request_id"].partition(EPOCH)

@@ -73,7 +73,7 @@ class RouteTaken:
         return self.seen is not None and self.seen > max(_SLOW_FACTOR * self.predicted, self.predicted + _SLOW_SECONDS)
 
     def plain(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the route in plain values for JSON."""
         return {
             "replica": self.replica,
             "reason": self.reason,
@@ -233,7 +233,7 @@ class Router:
         return self._wanted.wanted(now, ready=ready)
 
     def answered(self, request_id: str, now: float) -> None:
-        """Its first output has come, from where it was sent."""
+        """Note that a request's first output has come from where it was sent."""
         name, predicted, sent_at = self._predicted.get(request_id, ("", 0.0, 0.0))
         if name:
             self._slowness[name].observe(predicted=predicted, seen=now - sent_at, now=now)
@@ -241,7 +241,7 @@ class Router:
         self.forget(request_id)
 
     def forget(self, request_id: str) -> None:
-        """It has ended, or is to be sent elsewhere."""
+        """Forget a request that has ended or is to be sent elsewhere."""
         self._predicted.pop(request_id, None)
         self._index.answered(request_id)
 

@@ -109,7 +109,7 @@ class Stream:
 
     @property
     def run_id(self) -> str:
-        """Its name in the engine."""
+        """The request's name in the engine: its id, and the epoch after the first."""
         return f"{self.request.request_id}{EPOCH}{self.epoch}" if self.epoch else self.request.request_id
 
 

@@ -25,7 +25,7 @@ _FULL = 0.5  # a step with this share of the most tokens counts as a full one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When to give up an engine that keeps failing, and when to call it hung."""
+    """The limits at which an engine that keeps failing is given up, and a silent one is called hung."""
 
     max_restarts: int = 5
     window_seconds: float = 600.0

@@ -90,7 +90,7 @@ def _tenants(parts: Iterable[TenantStats]) -> tuple[TenantStats, ...]:
 
 
 def _totals(stats: _Record) -> _Record:
-    """Only what counts since the start."""
+    """Return only the fields that count since the start, and the tenants' names."""
     kept = {
         field.name: getattr(stats, field.name)
         for field in fields(stats)

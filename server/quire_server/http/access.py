@@ -39,7 +39,7 @@ def layers(
     requests: OpenRequests,
     explain: Callable[[str], str] | None = None,
 ) -> Iterator[Layer]:
-    """From the innermost to the outermost; the same around the serving and the starting application.
+    """Yield the layers from the innermost to the outermost; the serving and the starting application have the same.
 
     A request's body is not read before its size, its host and its key were checked. `on_body_bytes` is called with the
     number of held bytes of bodies. `explain`: in a line, the route of the request with this x-request-id; empty: none.

@@ -145,7 +145,7 @@ def body_model(dependency: object) -> type[BaseModel] | None:
 
 
 def check_content_type(value: str | None) -> None:
-    """Only JSON in UTF-8. A missing type is refused too: browsers may send it across origins without a preflight."""
+    """Refuse all but JSON in UTF-8. No type is refused too: browsers may send it across origins without a preflight."""
     media_type, _, parameters = (value or "").partition(";")
     media_type = media_type.strip().lower()
     charset = re.search(r'charset\s*=\s*"?([^\s";]+)', parameters.lower())

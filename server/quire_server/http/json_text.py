@@ -42,7 +42,7 @@ def parse_text(text: str) -> object:
 
 
 def decode_text(text: str) -> object:
-    """Like `parse_text`, but raises json.JSONDecodeError for invalid JSON, whose caller knows the place."""
+    """Decode like `parse_text`, but raise json.JSONDecodeError for invalid JSON, for callers that report the place."""
     _check_depth(text)
     try:
         value = _DECODER.decode(text)

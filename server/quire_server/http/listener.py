@@ -114,7 +114,7 @@ def _beside(first: socket.socket) -> socket.socket:
 
 
 def address_of(sock: socket.socket, settings: Settings) -> tuple[str, int | None]:
-    """Where a socket listens, as a URL or a path, and its port."""
+    """Return the address of a listening socket, as a URL or a path, and its port."""
     return _address(sock, "http" if settings.ssl_certfile is None else "https")
 
 

@@ -45,7 +45,7 @@ log = logging.getLogger("quire.tracing")
 
 
 def service() -> Resource:
-    """This server, as all that it tells a collector names it."""
+    """Return the resource that names this server in all that it tells a collector."""
     from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - optional
 
     resource = Resource.create({"service.version": version("quire")})

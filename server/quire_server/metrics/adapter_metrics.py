@@ -1,4 +1,4 @@
-"""Which adapters run and which are waited for, in the form that routers of several servers read."""
+"""Metrics of the adapters that run and that are waited for, in the form that routers of several servers read."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class GpuReader:
         self._nvml, self._uuid, self._handle = nvml, "", None
 
     def follow(self, uuid: str) -> None:
-        """From now on look at this GPU; empty: at none."""
+        """Read this GPU from now on; none if the id is empty."""
         if uuid == self._uuid:
             return
         self._uuid, self._handle = uuid, None

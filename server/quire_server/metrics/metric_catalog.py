@@ -882,7 +882,7 @@ class BatchMetrics:
 
 
 class ModelMetrics:
-    """Where one of several models is; without others nothing is exported."""
+    """The metrics of the state of each of several models; nothing is exported for a single model."""
 
     def __init__(self, values: Values) -> None:
         # Called at each scrape: the state, and the bytes that it takes; None: there are no others.

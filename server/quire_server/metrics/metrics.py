@@ -295,7 +295,7 @@ class Metrics:
         self._stalled.set(self.num_stalled())
 
     def aborted(self, num_requests: int) -> None:
-        """So many requests have ended with the process that had their clients."""
+        """Count requests that have ended with the process that had their clients."""
         self._requests.finished.inc(num_requests, "abort")
 
 
@@ -397,7 +397,7 @@ class TenantMetrics:
         self.change(tenants)
 
     def change(self, tenants: Iterable[str]) -> None:
-        """These are the tenants from now on; each is exported at once."""
+        """Replace the tenants; each is exported at once."""
         self._names = frozenset(tenants)
         for name in self._names:
             for counter in (self._accepted, self._queue_seconds):

@@ -23,7 +23,7 @@ class Occupancy:
         self._sequence_seconds = 0.0
 
     def occupied(self, now: float, sequences: int) -> None:
-        """From now on `sequences` places are taken."""
+        """Note that `sequences` places are taken from now on."""
         self._sequence_seconds = self.sequence_seconds(now)
         self._taken, self._changed_at = sequences, now
 

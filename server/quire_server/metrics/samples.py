@@ -108,7 +108,7 @@ class Window:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], q: float) -> float | None:
-    """As PromQL's histogram_quantile: linear within a bucket, the last bound for values above it. None: no counts."""
+    """Interpolate like PromQL's histogram_quantile: the last bound for values above it; None without counts."""
     total = sum(counts)
     if total <= 0:
         return None

@@ -98,7 +98,7 @@ class Tally:
     """An API server's metrics, handed over piece by piece."""
 
     def __init__(self, metrics: Metrics) -> None:
-        """From now on `metrics` notes what belongs to all: usage, occupancy, batches and the board."""
+        """Make `metrics` note what belongs to all from now on: usage, occupancy, batches and the board."""
         self._metrics = metrics
         self._usage, self._occupancy, self._board = _UsageNotes(), _OccupancyNotes(), _BoardNotes()
         self._batches = _BatchNotes(Counter(()))
@@ -168,7 +168,7 @@ class Guest:
 
     @property
     def gauges(self) -> list[float]:
-        """Its gauges, in the order of `Metrics.shared`; empty: it has told none yet."""
+        """The server's gauges, in the order of `Metrics.shared`; empty: it has told none yet."""
         return self._gauges
 
     def add(self, counts: Counts) -> None:

@@ -88,7 +88,7 @@ class UsageBook:
 
     @property
     def since(self) -> str:
-        """When the counts began, in ISO 8601."""
+        """The time at which the counts began, in ISO 8601."""
         return self._since
 
     @property

@@ -185,7 +185,7 @@ def _download_name(name: str) -> str:
 
 
 def _checked(form: Form) -> int | None:
-    """For how many seconds the file is kept; None: until it is deleted. Raises BadRequest."""
+    """Check a form, and return for how many seconds the file is kept; None: until it is deleted. Raises BadRequest."""
     unknown = next((name for name in form.fields if name not in _FIELDS), None)
     if unknown is not None:
         raise BadRequest(f"unknown field '{unknown[:64]}'", param=unknown[:64], code="unknown_parameter")

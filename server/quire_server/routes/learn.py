@@ -31,7 +31,7 @@ log = logging.getLogger("quire.admin")
 
 
 class PaceOrder(BaseModel):
-    """When the engine's next steps may begin."""
+    """An operator's order that sets when the engine's next steps may begin."""
 
     model_config = ConfigDict(extra="forbid")
 

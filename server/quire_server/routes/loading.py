@@ -96,7 +96,7 @@ async def sleep(order: Annotated[SleepOrder, json_body(SleepOrder)], request: Re
 
 @router.post("/unload", responses=_ERRORS)
 async def unload(order: Annotated[ModelOrder, json_body(ModelOrder)], request: Request) -> ModelStatus:
-    """The same, and nothing of the model stays in memory."""
+    """End a model's engine like /sleep, and keep nothing of the model in memory."""
     return await _put_away(request, order, level=2)
 
 

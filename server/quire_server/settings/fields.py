@@ -208,7 +208,7 @@ class Settings(ServerFields, EngineFields, BaseSettings):
 
     @property
     def kv_transfer(self) -> KVTransferConfig | None:
-        """Where the engine lends KV blocks, with the secrets of the cluster's links; None: it does not."""
+        """The address where the engine lends KV blocks, and the secrets of the cluster's links; None: it lends none."""
         if self.kv_listen is None:
             return None
         files = {

@@ -68,7 +68,7 @@ class Translation:
 
     @property
     def command(self) -> str:
-        """As a shell takes it."""
+        """The command line of `quire serve`, quoted for a shell."""
         return shlex.join(("quire", "serve", *self.words))
 
 
@@ -206,7 +206,7 @@ def flag(setting: str) -> str:
 
 
 def _plain(setting: str) -> Convert:
-    """The same values under our name; a switch where there are none."""
+    """Convert a flag to ours with the same values; to a switch where there are none."""
     return lambda values: [flag(setting), *values]
 
 

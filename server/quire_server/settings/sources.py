@@ -121,7 +121,7 @@ def check_keys() -> None:
 
 
 def check_admin_keys() -> None:
-    """As `check_keys`, for the operator's keys."""
+    """Check the operator's keys, as `check_keys` does for clients' keys."""
     _check_keys(f"{ENV_PREFIX}ADMIN_API_KEY")
 
 

@@ -236,7 +236,7 @@ class _Reader:
 
 
 def plain_words(argv: Sequence[str], kinds: Kinds) -> list[str]:
-    """The same command line in the parser's spelling. Raises SettingsError for dotted flags that make no object.
+    """Return the command line in the parser's spelling. Raises SettingsError for dotted flags that make no object.
 
     Underscores, dotted JSON and switches with a value are rewritten to the one spelling of a flag; values stay as they
     are.

@@ -111,7 +111,7 @@ def _object(value: object) -> dict[str, object] | None:
 
 
 def read_settings_file(path: Path, ours: Collection[str]) -> tuple[dict[str, object], list[str]]:
-    """The same for the keys of a configuration file. Raises SettingsError."""
+    """Read a configuration file whose keys may be vLLM's flags, and translate these. Raises SettingsError."""
     theirs = {flag.name.replace("-", "_"): flag for flag in beside(ours)}
     values = read_config(path, lambda key: key in ours or key in theirs, ours)
     try:

@@ -47,7 +47,7 @@ class Detokenizer:
         return "".join(self.push_each(ids))
 
     def push_each(self, ids: Sequence[int]) -> list[str]:
-        """Like `push`, but per token: "" for a token that is skipped or completes no character."""
+        """Return what `push` gives for each token: "" for one that is skipped or completes no character."""
         pieces = []
         for token_id in ids:
             pieces.append("" if token_id in self._skipped else self._text.step(token_id))
@@ -59,7 +59,7 @@ class Detokenizer:
 
 
 class _ByteText:
-    """For tokenizers whose text is the concatenation of token bytes."""
+    """The text of tokens whose bytes, one after the other, are the text."""
 
     def __init__(self, tokenizer: TextTokenizer, at_start: bool, tail: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -94,7 +94,7 @@ class _ByteText:
 
 
 class _WindowText:
-    """For other decoders: decodes a window of recent tokens and returns what a token adds to its text."""
+    """The text of tokens from other decoders: a window of recent tokens is decoded to find what a token adds."""
 
     def __init__(self, tokenizer: TextTokenizer, at_start: bool, tail: Sequence[int]) -> None:
         self._tokenizer = tokenizer

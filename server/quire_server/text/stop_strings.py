@@ -76,7 +76,7 @@ class StopMatcher:
 
 
 def _fallbacks(stop: str) -> tuple[int, ...]:
-    """For each length of a prefix of `stop`: the longest shorter prefix that is also its suffix."""
+    """Return, for each length of a prefix of `stop`, the longest shorter prefix that is also its suffix."""
     fallback = [0, 0]
     for char in stop[1:]:
         length = fallback[-1]

@@ -64,7 +64,7 @@ class TextThreads:
             self._processes = TokenizerProcess(tokenizer.file), TokenizerProcess(tokenizer.file)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
-        """Like `TextTokenizer.encode`. Raises NotReady if too much text waits."""
+        """Encode like `TextTokenizer.encode`. Raises NotReady if too much text waits."""
         if len(text) <= INLINE_CHARS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         with self._budget.hold(sys.getsizeof(text)):
@@ -81,7 +81,7 @@ class TextThreads:
             )
 
     async def encode_pair(self, one: str, other: str, *, add_special_tokens: bool) -> Sequence[int]:
-        """Like `TextTokenizer.encode_pair`. Raises NotReady if too much text waits."""
+        """Encode like `TextTokenizer.encode_pair`. Raises NotReady if too much text waits."""
         size = len(one) + len(other)
         work = partial(self._tokenizer.encode_pair, one, other, add_special_tokens=add_special_tokens)
         if size <= INLINE_CHARS:
@@ -109,7 +109,7 @@ class TextThreads:
         return [self._tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
     async def infill(self, infilling: Infilling, parts: Parts) -> list[int]:
-        """Like `Infilling.prompt`."""
+        """Return the prompt's ids like `Infilling.prompt`. Raises NotReady if too much text waits."""
         if parts.size <= INLINE_CHARS:
             return infilling.prompt(self._tokenizer, parts)
         with self._budget.hold(parts.size):
@@ -141,7 +141,7 @@ class TextThreads:
         template: str | None = None,
         on_turn: Callable[[], None] = lambda: None,
     ) -> str | None:
-        """Like `ChatTemplate.render`, of the one that `chosen` gives; None if the model has no chat template.
+        """Render like `ChatTemplate.render`, with the template that `chosen` gives; None if the model has none.
 
         `on_turn` is called before the work begins; an exception that it raises ends the call.
         """

@@ -147,7 +147,7 @@ class TextTokenizer:
         return ids
 
     def encode_pair(self, one: str, other: str, *, add_special_tokens: bool) -> list[int]:
-        """Like `encode`, of two texts that belong together, as the post-processor joins them."""
+        """Encode two texts that belong together, joined by the post-processor. Raises BadRequest."""
         try:
             (encoding,) = self._tokenizer.encode_batch_fast([(one, other)], add_special_tokens=add_special_tokens)
             ids: list[int] = encoding.ids

@@ -83,7 +83,7 @@ class TokenizerProcess:
         return None if self._process is None else self._process.pid
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
-        """Like `TextTokenizer.encode`, with 4 bytes per id. Raises BadRequest, TokenizerGone."""
+        """Encode like `TextTokenizer.encode`, with 4 bytes per id. Raises BadRequest, TokenizerGone."""
         question = ENCODE_WITH_SPECIAL if add_special_tokens else ENCODE
 
         async def encode() -> array[int]:

@@ -84,7 +84,7 @@ _DEFAULTS = {
 
 
 def refuse_fleet_flags(given: argparse.Namespace, needed: str) -> None:
-    """Without a fleet its flags would do nothing. Raises ConfigError."""
+    """Refuse flags of a fleet that would do nothing without one. Raises ConfigError."""
     for name, value in _DEFAULTS.items():
         if getattr(given, name) != value:
             raise ConfigError(f"--{name.replace('_', '-')} needs {needed}")

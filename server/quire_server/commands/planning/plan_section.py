@@ -24,7 +24,7 @@ _DATE = re.compile(r"^Planned on \d{4}-\d\d-\d\d", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Circumstances:
-    """For what and on what was planned."""
+    """The circumstances of a plan: objectives, trace, date, machine, the calibration's error and the command."""
 
     slo: Slo
     trace: str

@@ -78,7 +78,7 @@ def _patterns(flags: Iterable[Flag]) -> str:
 
 
 def bash(commands: Sequence[Command]) -> str:
-    """For bash 4 or newer; needs no bash-completion."""
+    """Return the completion script for bash 4 or newer; it does not need bash-completion."""
     lines = [
         "# bash completion for quire: source <(quire completion bash)",
         "_quire() {",
@@ -137,7 +137,7 @@ def _bash_command(command: Command) -> list[str]:
 
 
 def zsh(commands: Sequence[Command]) -> str:
-    """For zsh with compinit; as a file it is called _quire."""
+    """Return the completion script for zsh with compinit; a file that holds it must be named _quire."""
     named = " ".join(_quoted(f"{_zsh_text(each.name)}:{each.help}") for each in commands)
     lines = [
         "#compdef quire",
@@ -182,7 +182,7 @@ def _zsh_specs(flag: Flag) -> list[str]:
 
 
 def fish(commands: Sequence[Command]) -> str:
-    """For fish 3 or newer."""
+    """Return the completion script for fish 3 or newer."""
     lines = [
         "# fish completion for quire: quire completion fish | source",
         "function __quire_is",

@@ -18,7 +18,7 @@ WIDTH = 110  # where there is no terminal
 
 
 class Parser(argparse.ArgumentParser):
-    """Of a command; `prog` is what its complaints begin with."""
+    """A command's parser of flags, whose complaints are one line that begins with `prog`."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_USAGE, f"{self.prog}: {message}\n")

@@ -51,7 +51,7 @@ class ChatRenderer:
         self._num_sent = 0  # tokens in frames so far, for the usage in every frame
 
     def frames(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        """Like the frames of completions; a choice begins with a frame that has its role and no token."""
+        """Render deltas as completions do; a choice begins with a frame that has its role and no token."""
         chunk = progress_frames(self._generation, self._request.n, self._prefix, b',"delta":{}')
         usage = b""
         for delta in deltas:

@@ -23,7 +23,7 @@ def listed(state: ServerState, name: str) -> ListedModel:
 
 
 def running(state: ServerState, name: str) -> RunningModel:
-    """The same in /api/ps."""
+    """Return a served name's entry in /api/ps."""
     plan = state.whole_plan
     size, digest = _size_and_digest(state, name)
     whole = size + plan.kv_bytes
@@ -40,7 +40,7 @@ def running(state: ServerState, name: str) -> RunningModel:
 
 
 def _expires(state: ServerState) -> str:
-    """When the model's engine ends unless it is asked again."""
+    """Return the time at which the model's engine ends unless a request comes before."""
     if state.catalog is None:
         return _NEVER
     engine = state.catalog.models.engines[state.model_names[0]]
@@ -51,7 +51,7 @@ def _expires(state: ServerState) -> str:
 
 
 def shown(state: ServerState, name: str) -> ShownModel:
-    """The same in /api/show."""
+    """Return a served name's details in /api/show."""
     plan = state.client.plan
     family = _family(plan.architecture)
     return ShownModel(

@@ -263,7 +263,7 @@ class GenerateRequest(_Generation):
     images: list[str] | None = Field(None, description="not supported")
 
     def neutral(self, model: str, *, has_template: bool) -> GenerationOptions:
-        """As of chats; without a chat template the prompt is the text itself. Raises BadRequest."""
+        """Return the neutral options; without a chat template the prompt is the text itself. Raises BadRequest."""
         if self.template:
             raise Unsupported(
                 "Requests cannot bring templates; the operator sets one with --chat-template.", param="template"

@@ -132,7 +132,7 @@ def _chosen(request: Request, model: str) -> tuple[ServerState, str]:
 
 
 def _admitted(request: Request, body: Fields) -> tuple[ServerState, str, Fields]:
-    """The same, and the body without what is obeyed already. Raises BadRequest too.
+    """Choose the model as `_chosen` does, and apply `keep_alive`, which leaves the body. Raises BadRequest too.
 
     How long a model stays is the operator's to say: other clients can lengthen the time, and with API keys not even
     that.

@@ -84,7 +84,7 @@ class _Shelf:
 
 
 class ResponseStore:
-    """At most `max_responses` responses, in at most `max_bytes` of memory with the ones that they continue.
+    """A store of at most `max_responses` responses, in at most `max_bytes` of memory with the ones that they continue.
 
     Owners share this space: where it is full, the owner that has most for its weight loses its least recently used
     response, so that one owner's flood evicts only what is above the others' shares.

@@ -29,7 +29,7 @@ class CacheListener(Protocol):
         ...
 
     def changes(self, events: Sequence[CacheEvent]) -> None:
-        """Its cache has gained and lost these blocks in a step, in order."""
+        """Take the blocks that an engine's cache has gained and lost in a step, in order."""
         ...
 
     def ends(self) -> None:
@@ -53,7 +53,7 @@ class KVEventsConfig:
     max_queue_size: int = 100_000  # steps that wait to be published, before all of them become one dump
 
     def of_rank(self, rank: int) -> KVEventsConfig:
-        """With the endpoints of one of several engines: ports that follow each other, or names with the rank."""
+        """Return the settings of one of several engines: the rank is added to the ports or names of its endpoints."""
         ends = [_of_rank(each, rank) for each in (self.endpoint, self.replay_endpoint or "")]
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return KVEventsConfig(**{**named, "endpoint": ends[0], "replay_endpoint": ends[1] or None})

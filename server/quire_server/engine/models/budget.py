@@ -1,4 +1,4 @@
-"""Which models make way for one that is asked for: the least recently used, within a budget of memory.
+"""The choice of models that make way for one that is asked for: the least recently used, within a budget of memory.
 
 Promises: the models that stay fit the budget; a pinned model stays, and a busy one has its turn first. Must not know:
 the event loop, clocks.

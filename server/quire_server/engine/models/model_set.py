@@ -208,7 +208,7 @@ class ModelSet:
         return f"model {engine.state}"
 
     def overdue_seconds(self) -> float:
-        """As of a supervisor: the most of all engines that serve."""
+        """Return the largest `Supervisor.overdue_seconds` of all engines that serve."""
         return max(each.supervisor.overdue_seconds() for each in self.engines.values())
 
     def seconds_until_loaded(self, name: str) -> float:
@@ -399,6 +399,6 @@ class ModelSet:
         log.info("the engine of %s has ended (%s): %s; %d requests are held", engine.name, cause, left, held)
 
     async def _forgive(self, engine: ModelEngine) -> None:
-        """It may be started again."""
+        """Allow an engine that has failed to be started again."""
         await engine.supervisor.sleep(keeps_weights=False)
         engine.failed_at = float("-inf")

@@ -17,7 +17,7 @@ _STEP_SECONDS = 5.0  # for the step that runs when the engine is to end
 
 
 class SleepingSupervisor(Supervisor):
-    """As its base, and between `sleep` and `wake` there is no engine: requests are kept as they are over a crash.
+    """A supervisor without an engine between `sleep` and `wake`, which keeps the requests as over a crash.
 
     One call of `sleep` and `wake` at a time.
     """
@@ -32,7 +32,7 @@ class SleepingSupervisor(Supervisor):
             self.on_wanted()
 
     def expect(self, plan: EnginePlan) -> None:
-        """Instead of `start`: the engine is asleep, and will be this one when it is woken."""
+        """Note that the engine is asleep, and its plan for when it is woken; called instead of `start`."""
         self.plan = plan
         self._checkpoint = plan.checkpoint
         self._config = for_later_engines(self._config, plan)

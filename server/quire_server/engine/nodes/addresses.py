@@ -1,4 +1,4 @@
-"""Where nodes are: addresses as operators write them, and names that stand for several of them.
+"""Addresses of nodes, as operators write them, and names that stand for several of them.
 
 `host:port` is one node; `dns:name:port` is one at each address of the name, and `file:path` one for each line of a
 file, both of which are asked for again and again.

@@ -83,7 +83,7 @@ def request_shifted(request: GenerationRequest, seconds: float) -> GenerationReq
 
 
 def stats_shifted(stats: EngineStats, seconds: float) -> EngineStats:
-    """The same for statistics."""
+    """Return the statistics with their times later by `seconds`, as `request_shifted` does for a request."""
     if stats.kv_waiting_since is None:
         return stats
     return replace(stats, kv_waiting_since=stats.kv_waiting_since + seconds)

@@ -34,7 +34,7 @@ def model_digest(folder: Path) -> str:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """Of the file that says how text becomes tokens; empty where there is none."""
+    """Return the SHA-256 digest of tokenizer.json in hexadecimal digits; empty where there is no such file."""
     file = folder / "tokenizer.json"
     return sha256(read_plain(file)).hexdigest() if file.is_file() else ""
 

@@ -223,7 +223,7 @@ class Node:
         return wrong_in(request, self._plan) if self._plan is not None else "no engine yet"
 
     async def _follow(self, session: Session) -> None:
-        """Until the front is gone."""
+        """Wait until the front is gone, then forget its session."""
         await asyncio.wait([session.link.lost])
         del self._sessions[session]
         log.info("the front at %s is gone: %s; %d requests of it end", session.name, session.link.why_lost,
@@ -329,7 +329,7 @@ class Node:
 
 
 def _of_no_step(stats: EngineStats) -> EngineStats:
-    """Without what belongs to one step, which the fronts whose step it was count."""
+    """Return the statistics without what belongs to one step; the fronts whose step it was count that."""
     return replace(stats, prefill_tokens=0, decode_tokens=0, step_seconds=0.0, host_seconds=0.0)
 
 

@@ -86,7 +86,7 @@ class NodeSet(ReplicaSet):
         return "no node serves" if self._nodes else "no node is known"
 
     async def inspect(self, what: str, argument: str = "{}") -> bytes:
-        """As `ReplicaQuestions.inspect`; without a name the first node that serves answers."""
+        """Answer like `ReplicaQuestions.inspect`; without a name the first node that serves answers."""
         if not self._nodes:
             raise EngineDead("no node is known")
         return await self._questions.inspect(what, argument)

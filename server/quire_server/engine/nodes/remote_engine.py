@@ -174,7 +174,7 @@ class RemoteEngine:
         self.why = why
 
     async def _follow(self, link: Link) -> None:
-        """Until the node is lost: its connection, or any sign of life in both directions."""
+        """Ping a node until its connection is lost, or no sign of life has come for too long."""
         self._link, self._sent = link, {}
         self._answered = time.monotonic()
         link.begin(self._receive)

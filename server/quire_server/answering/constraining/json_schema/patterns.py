@@ -421,7 +421,7 @@ class _Match:
         self._steps = 0
 
     def ends(self, tree: Tree, starts: set[int]) -> set[int]:
-        """Where the tree's matches end that begin at these places."""
+        """Return the places where matches of the tree end that begin at one of `starts`."""
         self._steps += len(starts) + 1
         if self._steps > _MOST_STEPS:
             raise PatternRefused("it takes too long to match")

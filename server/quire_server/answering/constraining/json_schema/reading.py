@@ -79,7 +79,7 @@ class Schemata:
         self.root = self._number(root, "#")
 
     def place(self, schemas: Schemas) -> str:
-        """Where the first of the schemas stands."""
+        """Return the place of the first of the schemas in the document; "#" without schemas."""
         return self._found[schemas[0]][1] if schemas else "#"
 
     def shapes(self, schemas: Schemas) -> Shapes:
