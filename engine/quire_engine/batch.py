@@ -102,7 +102,7 @@ class Batch:
 
     @property
     def num_items(self) -> int:
-        """As many as `items` has, without making them."""
+        """The number of items, known without making them."""
         return len(self.items)
 
     @property

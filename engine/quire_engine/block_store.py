@@ -1,4 +1,4 @@
-"""Where KV blocks come from that this process has not computed, as the scheduler uses it: a store, or other engines.
+"""Sources of KV blocks that this process has not computed, as the scheduler uses them: a store, or other engines.
 
 Stores are files (`execution.prefix_files`), other engines are reached by `execution.kv_transfer`; tests have fakes of
 both. Must not know: torch, requests.
@@ -35,7 +35,7 @@ class BlockStore(Protocol):
     def counts(self) -> StoreCounts: ...
     @property
     def seconds_per_block(self) -> float:
-        """Of reading one; 0: unknown."""
+        """The seconds that reading one block takes; 0: unknown."""
         ...
 
     def holds(self, key: bytes) -> bool: ...
@@ -52,7 +52,7 @@ class BlockStore(Protocol):
         ...
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """These contents are wrong."""
+        """Forget contents that are wrong."""
         ...
 
     def clear(self) -> int:
@@ -72,7 +72,7 @@ class BlockStore(Protocol):
         ...
 
     def wait(self, seconds: float) -> None:
-        """Until something has been read, at most so long."""
+        """Wait until something has been read, at most `seconds`."""
         ...
 
     def place(self, payload: Payload, block: int) -> None:
@@ -99,11 +99,11 @@ class BlockPeers(Protocol):
     @property
     def counts(self) -> TransferCounts: ...
     def block_seconds(self, peer: str) -> float:
-        """Of receiving one from the engine at `peer` while it flows; 0: unknown."""
+        """Return the seconds that one block from the engine at `peer` takes while blocks flow; 0: unknown."""
         ...
 
     def offer(self, key: bytes, block: int) -> None:
-        """This block of the pool has this content until `lose`: others may have it."""
+        """Let others have this content, which this block of the pool holds until `lose`."""
         ...
 
     def lose(self, key: bytes) -> None:
@@ -132,7 +132,7 @@ class BlockPeers(Protocol):
         ...
 
     def wait(self, seconds: float) -> None:
-        """Until something has come, at most so long."""
+        """Wait until something has come, at most `seconds`."""
         ...
 
     def place(self, payload: Payload, block: int) -> None:

@@ -113,7 +113,7 @@ def faults_of_start(faults: tuple[Fault, ...], start: int) -> tuple[Fault, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferConfig:
-    """Where an engine lends its KV blocks to others, and the files of the secrets of these links."""
+    """The address at which an engine lends its KV blocks to others, and the files of the secrets of these links."""
 
     listen: str  # HOST:PORT
     reached_at: str = ""  # HOST:PORT by which others reach that; empty: the same

@@ -116,7 +116,7 @@ class CostModel:
         return of_prompts + self.context * sizes.context + self.chunk_context * sizes.before
 
     def of_ranks(self, ranks: int, exchanges: int, exchange_seconds: float) -> CostModel:
-        """The same model computed by `ranks` processes with the processors and the memory of this one each.
+        """Return the costs of the same model on `ranks` processes, each with the processors and the memory of this one.
 
         A step reads and computes a rank's part, and waits for `exchanges` of columns, of so many seconds each.
         """

@@ -53,7 +53,7 @@ class StepExecutor(Protocol):
         ...
 
     def forget_host_blocks(self, blocks: Sequence[int]) -> None:
-        """These blocks of host memory will not be read again: delete their contents on disk."""
+        """Delete the contents on disk of blocks of host memory that will not be read again."""
         ...
 
     def prepare(self) -> int:
@@ -73,7 +73,7 @@ class GrammarCompiler(Protocol):
         ...
 
     def wait(self, seconds: float) -> None:
-        """Until one more grammar is ready, at most so long."""
+        """Wait until one more grammar is ready, at most `seconds`."""
         ...
 
     def warm_up(self) -> None:
@@ -102,7 +102,7 @@ class AdapterStore(Protocol):
         ...
 
     def wait(self, seconds: float) -> None:
-        """Until one more adapter is read, at most so long."""
+        """Wait until one more adapter is read, at most `seconds`."""
         ...
 
 

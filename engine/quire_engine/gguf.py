@@ -100,7 +100,7 @@ DECODED = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor lies. A matrix [N, K] has its N rows one behind the other."""
+    """A tensor's place in a file, its type and shape. A matrix [N, K] has its N rows one behind the other."""
 
     name: str
     kind: Kind

@@ -64,7 +64,7 @@ class FrontHandshake:
     """The front's side of one handshake."""
 
     def __init__(self, key: bytes, bound_to: bytes) -> None:
-        """As for `NodeHandshake`."""
+        """`bound_to`: see `binding`."""
         self._key, self._bound_to = key, bound_to
         self._challenge = _HEAD.pack(_MAGIC, VERSION, secrets.token_bytes(_NONCE_BYTES))
         self._theirs = b""
@@ -81,7 +81,7 @@ class FrontHandshake:
             raise Refused("it does not have the cluster's key")
 
     def session_key(self) -> bytes:
-        """As `NodeHandshake.session_key`."""
+        """Return the key of the session, the same as `NodeHandshake.session_key`."""
         return _proof(self._key, _SESSION, self._theirs, self._challenge, self._bound_to)
 
 

@@ -26,7 +26,7 @@ class KVHeads(NamedTuple):
 
     @property
     def values(self) -> int:
-        """Of a token's key."""
+        """The number of values in a token's key."""
         return self.number * self.width
 
 
@@ -38,7 +38,7 @@ class KVPart(NamedTuple):
 
 
 class KVPlace(NamedTuple):
-    """Where one layer's keys and values lie."""
+    """The place of one layer's keys and values: the group, the layer within its part, the part."""
 
     group: int
     layer: int  # of its part of the group's blocks
@@ -47,7 +47,7 @@ class KVPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Where each layer's keys and values lie.
+    """The places of all layers' keys and values.
 
     The parts of one group lie one behind the other in its blocks. Of several groups, each has blocks of one part.
     """
@@ -58,7 +58,7 @@ class KVLayout:
 
     @property
     def layers_per_block(self) -> int:
-        """Of a model whose layers are alike."""
+        """The number of layers in a block of a model whose layers are alike."""
         return self.parts[0].num_layers
 
 

@@ -59,7 +59,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def core_shares(count: int, root: Path = Path("/")) -> list[CoreShare]:
-    """This process' cores in `count` shares, each of whole cores of as few memory nodes as can be.
+    """Divide this process' cores into `count` shares, each of whole cores of as few memory nodes as can be.
 
     With more shares than cores, cores are in several. Cores that a cgroup's quota does not pay for are in none. Empty
     where the system does not tell which cores there are.
@@ -177,7 +177,7 @@ def _meminfo_available(root: Path) -> int:
 
 
 def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """This process' cgroup for a controller and its parents, in the places of both versions.
+    """Yield the folders of this process' cgroup for a controller and of its parents, in the places of both versions.
 
     Inside a container the listed path may be the host's and not exist here; the mount point itself is then the
     container's.

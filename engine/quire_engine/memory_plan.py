@@ -313,7 +313,7 @@ def _cache_text(plan: EnginePlan) -> str:
 
 
 def _copies_text(plan: EnginePlan) -> str:
-    """Where ranks share heads: how often the keys and values of a token are there."""
+    """Return how often a token's keys and values are stored, in words, where ranks share heads; else nothing."""
     if plan.kv_copies <= 1:
         return ""
     why = "all heads" if plan.kv_copies == plan.tensor_parallel_size else "some heads"

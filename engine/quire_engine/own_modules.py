@@ -1,4 +1,4 @@
-"""Which Python files a process of ours may run: those that were installed, not those that it finds on its way.
+"""The Python files that a process of ours may run: those that were installed, not those that it finds on its way.
 
 Promises: no file of the working directory is imported, whatever its name. Must not know: torch.
 """

@@ -38,7 +38,7 @@ ALONE = Rank()
 
 
 def heads_of_rank(heads: Sequence[KVHeads], size: int) -> tuple[KVHeads, ...]:
-    """Of each layer, the heads of keys that one rank holds."""
+    """Return for each layer the heads of keys that one rank holds."""
     return tuple([each._replace(number=max(1, each.number // size)) for each in heads])
 
 

@@ -1,4 +1,4 @@
-"""When another replica computes a prompt: what a front decides by, and a fleet on paper too.
+"""The decision that another replica computes a prompt: what a front decides by, and a fleet on paper too.
 
 Must not know: sockets, clocks.
 """

@@ -51,7 +51,7 @@ class Outputs:
         return struct.unpack(f">{len(self.streams)}I", self.ids)
 
     def parts(self) -> Iterator[tuple[slice, list[TokenOutput]]]:
-        """In order: streams, then others that follow them; at last the streams behind which nothing comes."""
+        """Yield in order: streams and the others that follow them, then the streams with nothing behind them."""
         first = 0
         for output, place in zip(self.others, self.behind, strict=True):
             yield slice(first, place), [output]
@@ -66,7 +66,7 @@ class Outputs:
         return list(chain(*(chain(plain[some], others) for some, others in self.parts())))
 
     def behind_others(self, earlier: Outputs) -> Outputs:
-        """The same with the outputs before it that are not sent yet."""
+        """Return these outputs behind earlier ones that are not sent yet."""
         if not len(earlier):
             return self
         before = earlier.every()

@@ -109,7 +109,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopParams:
-    """When a sequence ends inside the engine. Stop strings stay in the server."""
+    """The conditions that end a sequence inside the engine. Stop strings stay in the server."""
 
     max_new_tokens: int  # 0: compute the prompt only
     stop_token_ids: tuple[int, ...] = ()  # EOS included unless the client ignores it

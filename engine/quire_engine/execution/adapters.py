@@ -54,7 +54,7 @@ class Placed(Protocol):
 
 
 class AdapterCache:
-    """At most `most` adapters. One that requests have which run or wait is not dropped.
+    """A cache of at most `most` adapters, which drops none that running or waiting requests have.
 
     Where all have some, the one that was asked for least recently takes no further requests until it is dropped, so
     that a request for another adapter waits for those alone that came before.
@@ -119,7 +119,7 @@ class AdapterCache:
             self._packed = {digest: self._packed.pop(digest), **self._packed}
 
     def wait(self, seconds: float) -> None:
-        """Until one more adapter is read, at most so long."""
+        """Wait until one more adapter is read, at most `seconds`."""
         loads = [*self._loads.values(), *self._orders.values()]
         if loads:
             wait(loads, seconds, return_when="FIRST_COMPLETED")
@@ -132,7 +132,7 @@ class AdapterCache:
         return StepAdapters(slots=slots, adapters=tuple([self._packed[digest].sites for digest in step.adapters]))
 
     def sites_of(self, digest: str) -> AdapterSites:
-        """Its packed matrices. KeyError where it is not in memory."""
+        """Return an adapter's packed matrices. KeyError where it is not in memory."""
         return self._packed[digest].sites
 
     def _begin(self, adapter: Adapter, in_use: AdaptersInUse) -> str | None:

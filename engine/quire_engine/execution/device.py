@@ -53,7 +53,7 @@ def compute_dtype(asked: str, stored: str, device: torch.device, kernels: str) -
 
 
 def torch_threads(weights_bytes: int) -> int:
-    """For kernels that compute on torch's threads: one thread per quarter GiB of weights.
+    """Return how many of torch's threads kernels compute on: one and another one per quarter GiB of weights.
 
     With smaller weights torch's threads wait for each other longer than they compute, and a hundred times as long when
     another process takes one of their cores.

@@ -1,4 +1,4 @@
-"""From processed logits to a token: a total order of tokens, truncation, the draw and its random numbers.
+"""The choice of a token from processed logits: a total order of tokens, truncation, the draw and its random numbers.
 
 A row's result is bitwise independent of the other rows of the call: every step is elementwise, a selection, integer
 arithmetic, or one softmax of a row that starts on the same alignment whatever its index.

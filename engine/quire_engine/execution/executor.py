@@ -60,11 +60,11 @@ class StepRunner(Protocol):
     max_in_flight: int  # steps that may be begun and not collected
 
     def work(self) -> AbstractContextManager[object]:
-        """Around all that is issued to the device."""
+        """Return the context in which everything is issued to the device."""
         ...
 
     def begin(self, batch: Batch, *, graphs: bool = True) -> BegunStep:
-        """Without `graphs` launch by launch, as a step that no graph serves."""
+        """Begin a step; without `graphs` it is issued launch by launch, like a step that no graph serves."""
         ...
 
     def in_parts(self, batch: Batch) -> Callable[[Batch, int], StepResult]:
@@ -101,7 +101,7 @@ class Executor:
         waited: RankSeconds | None = None,
         commit: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Without `host` batches that swap fail. `faults` happen before whatever is computed.
+        """Make an executor; without `host`, batches that swap fail. `faults` happen before whatever is computed.
 
         `waited`: how long each rank has waited for the others by now, where there are several. `commit`: commits one
         more page of the pool's memory, and tells how many are left.
@@ -163,7 +163,7 @@ class Executor:
         self._runner.choose_launches()
 
     def capture_graphs(self) -> None:
-        """Before the first step: the largest graphs, and for a while those that steps will likely need."""
+        """Capture the largest graphs before the first step, and for a while those that steps will likely need."""
         self.capture_largest()
         self.choose_launches()
         left = self.capture_ahead(_CAPTURE_SECONDS)

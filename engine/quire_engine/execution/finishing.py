@@ -1,4 +1,4 @@
-"""From a step's logits to its result: the rows with rules, log-probabilities, scores, pooled sums, forced tokens.
+"""The results of a step from its logits: the rows with rules, log-probabilities, scores, pooled sums, forced tokens.
 
 Promises: nothing here waits for a device, except where rows have rules, whose masks the host computes. A bad row fails
 alone.
@@ -218,8 +218,7 @@ class Finished:
         *,
         num_padding_rows: int = 0,
     ) -> StepResult:
-        """Of each choice the token, whether its logits were finite, and whether they left one to choose; `columns`:
-        the bytes of `Finisher.columns`."""
+        """Read the result: choices' tokens, finite and possible logits; `columns`: bytes of `Finisher.columns`."""
         step = self.step
         result = StepResult(decoded=self._decoded(ids, finite, possible), num_padding_rows=num_padding_rows)
         values: list[float] = []

@@ -122,7 +122,7 @@ class Fetcher:
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> None:
-        """Until something has come, at most so long."""
+        """Wait until something has come, at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: self._arrived, seconds)
 

@@ -91,7 +91,7 @@ class KVLink:
         return (self._socket.getpeercert(binary_form=True) or b"") if is_secured else b""  # type: ignore[attr-defined]
 
     def _agree(self, key: bytes, layout: bytes) -> None:
-        """Both sides have blocks of one layout, or it ends here."""
+        """Check that both sides have blocks of one layout. Raises Refused."""
         self._socket.sendall(layout)
         if not hmac.compare_digest(self._exactly(len(layout)), layout):
             raise Refused("its blocks are of another model, another layout, other numerics or come another way")

@@ -40,7 +40,7 @@ def block_bytes(
 def pool_blocks(
     config: EngineConfig, found: FoundModel, kernels: KernelSet, dtype: torch.dtype, device: torch.device
 ) -> tuple[KVLayout, int, BlockForm]:
-    """Where the keys and values of a rank lie, the bytes of a block in all ranks, and its form outside of the pools."""
+    """Return the layout of a rank's keys and values, a block's bytes in all ranks, and its form elsewhere."""
     ranks, size = config.tensor_parallel_size, config.limits.block_size
     shares = ranks if found.divides_heads(ranks) else 1
     own, whole = (_layout(config, found.facts, device, each) for each in (shares, 1))
@@ -49,8 +49,11 @@ def pool_blocks(
 
 
 def _layout(config: EngineConfig, model: ModelFacts, device: torch.device, head_ranks: int) -> KVLayout:
-    """On a CPU windows let go of blocks. Swaps copy whole sequences, a GPU's graphs have one table of blocks, and a
-    bidirectional model reads all of a prompt's blocks in its only step."""
+    """Return the pool's layout; windows let go of blocks on a CPU alone, without swaps, for a causal model.
+
+    Swaps copy whole sequences, a GPU's graphs have one table of blocks, and a bidirectional model reads all of a
+    prompt's blocks in its only step.
+    """
     heads = heads_of_rank(model.kv_heads, head_ranks)
     if device.type != "cpu" or config.swap_space or is_bidirectional(model):
         return one_group(heads)
@@ -213,7 +216,7 @@ class HostKV:
             self._pool.copy_from(self._host, *_columns(into))
 
     def seconds_per_block(self) -> float:
-        """By copying the empty pool's zeros out and in again."""
+        """Measure the seconds of a block's copy, by copying the empty pool's zeros out and in again."""
         count = min(_MEASURED, len(self._pool), len(self._host))
         there = [(i, i) for i in range(count)]
         self.swap(there, there)  # the first time memory is taken
@@ -294,8 +297,7 @@ class KVFiles:
             self._changed.notify()
 
     def write(self, blocks: Sequence[int], keys: Sequence[bytes], wait: Callable[[], None]) -> None:
-        """Their contents are there when `wait` returns; they are written some time after that, if nothing replaces
-        them before."""
+        """Queue blocks to be written to files, unless replaced before; their contents are there when `wait` returns."""
         with self._changed:
             for block, key in zip(blocks, keys, strict=True):
                 if key and len(self._writes) < _MOST_WAITING and not self._broken:

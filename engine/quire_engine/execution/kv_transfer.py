@@ -73,7 +73,7 @@ class KVTransfer:
         self._rows.place(payload, block)
 
     def name_model(self, digest: str) -> None:
-        """From now on blocks are passed on, among engines of this model's digest."""
+        """Begin to pass blocks on, among engines of this model's digest."""
         name = sha256(self._layout(digest) + self._way).digest()
         if self._lender.layout != name:
             _log.info("KV blocks are passed on at %s", self.address)

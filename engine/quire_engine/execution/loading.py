@@ -165,7 +165,7 @@ class Loading:
                 os.close(fd)  # what is mapped stays
 
     def file(self) -> Path | None:
-        """Where the weights are kept for the next start, once they are; None where they are not."""
+        """Return the file that keeps the weights for the next start, once it does; None where none does."""
         return self._file if self._writer is None else self._writer.wait()
 
     def _folder(self, form: PackedForm, least_bytes: int) -> PackedFolder | None:

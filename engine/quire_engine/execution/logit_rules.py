@@ -83,7 +83,7 @@ class SampleRow(NamedTuple):
         return self.choice if self.opener is None else self.choice + SECOND_STREAM
 
     def without_mask(self) -> SampleRow:
-        """The same token to choose under the request's other rules alone."""
+        """Return the row with its other rules but without a grammar's mask."""
         return self._replace(sampling=replace(self.sampling, grammar="", thinking_opener=None))
 
     @property

@@ -127,7 +127,7 @@ class MooncakeAgent:
         return about.decode()
 
     def part(self, peer: str) -> None:
-        """It keeps nothing of a peer."""
+        """Do nothing: this agent keeps nothing of a peer."""
 
     def read(self, peer: str, source: int, target: Tensor) -> None:
         if self._engine.transfer_sync_read(peer, target.data_ptr(), source, target.nbytes):

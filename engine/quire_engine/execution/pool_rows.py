@@ -51,7 +51,7 @@ class PoolRows:
         self._shares = [list(self._shares_of(Rank(rank, len(pools)))) for rank in range(len(pools))]
 
     def _shares_of(self, rank: Rank) -> Iterator[tuple[slice, slice, tuple[int, int, int], slice]]:
-        """Of each part: its bytes in a row and in the rank's pool, its shape in a row, and the rank's heads of it."""
+        """Yield each part's bytes in a row and in the rank's pool, its shape in a row, and the rank's heads of it."""
         at = own_at = 0
         for part in self._parts:
             heads = rank.heads(part.num_heads)

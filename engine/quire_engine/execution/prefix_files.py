@@ -110,7 +110,7 @@ class PrefixFiles:
                 self._dropped += self._writes.pop(key, None) is not None
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """These contents must not be read again, neither now nor after a restart."""
+        """Forget contents that must not be read again, neither now nor after a restart."""
         with self._changed:
             for key in keys:
                 self._writes.pop(key, None)
@@ -158,7 +158,7 @@ class PrefixFiles:
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> None:
-        """Until one more block has been read, at most so long."""
+        """Wait until one more block has been read, at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: self._arrived, seconds)
 

@@ -89,13 +89,13 @@ class Runner:
             torch.cuda.empty_cache()
 
     def capture_largest(self) -> None:
-        """There are no graphs."""
+        """Do nothing: this runner has no graphs."""
 
     def choose_launches(self) -> None:
         """The kernels' own choice stays."""
 
     def capture_next(self) -> int:
-        """There are none."""
+        """Return 0: this runner has no graphs to capture."""
         return 0
 
     def _compute(self, batch: Batch) -> StepResult:

@@ -89,7 +89,7 @@ class Garbage:
             gc.collect(2 if self._collected % self._OLDER == 0 else 1)
 
     def rest(self) -> None:
-        """There is nothing to compute: collect everything, once."""
+        """Collect all garbage, once, while there is nothing to compute."""
         if not self._is_clean:
             gc.collect()
             self._is_clean = True

@@ -1,4 +1,4 @@
-"""When the next step may begin, where an operator may pause a server to look at it step by step.
+"""The pace of steps, which an operator may slow or pause to look at a server step by step.
 
 Promises: a pause or a slower pace ends by itself unless its order is repeated, so no request waits for a watcher that
 is gone; a step that runs is never interrupted. Must not know: the engine, requests.
@@ -65,6 +65,6 @@ class Pace:
         self.steps_left = max(0, self.steps_left - 1)
 
     def _end_lease(self, now: float) -> None:
-        """After the last order's time everything runs again."""
+        """Let everything run again once the last order's time is over."""
         if now >= self._until:
             self.mode, self.seconds, self.steps_left = "run", 0.0, 0

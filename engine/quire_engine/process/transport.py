@@ -210,7 +210,7 @@ class FrameEncoder:
         self._around: dict[Stream, tuple[bytes, bytes]] = {}  # what comes before their tokens, and behind them
 
     def encode(self, frame: Frame) -> bytes:
-        """As `encode_frame`."""
+        """Encode a frame like `encode_frame`, with the outputs of a step taken from its columns."""
         if not isinstance(frame, StepInColumns):
             return _CODEC.encode(frame)
         fields = {name: getattr(frame, name) for name in OTHER_FIELDS}

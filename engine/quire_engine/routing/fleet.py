@@ -61,7 +61,7 @@ class Wanted:
 
     @property
     def count(self) -> int:
-        """Where there is no other front."""
+        """The number of replicas wanted where there is no other front."""
         return wanted_together([self])
 
 

@@ -1,4 +1,4 @@
-"""Which replica has which prompt blocks cached: exact, from what the replicas tell, and bounded in memory.
+"""The index of the prompt blocks that replicas have cached: exact, from what they tell, and bounded in memory.
 
 Promises: a wrong or lost entry costs time only, since a replica matches by itself what it really has. Must not know:
 sockets, clocks.
@@ -104,7 +104,7 @@ class PrefixIndex:
                 self._sent_to[block] = self._sent_to.get(block, 0) | shelf.mask
 
     def answered(self, request_id: str) -> None:
-        """Its first token has come, or it has ended: from now on the replica's word counts alone."""
+        """Count on the replica's word alone from now on: a request's first token has come, or it has ended."""
         name, blocks = self._requests.pop(request_id, ("", ()))
         if not blocks:
             return
@@ -117,7 +117,7 @@ class PrefixIndex:
                 _take(self._sent_to, block, shelf.mask)
 
     def depths(self, blocks: Sequence[int]) -> dict[str, int]:
-        """For each replica that has the first block: how many it has in a row, from the first on."""
+        """Return how many blocks each replica has in a row from the first on, for those that have the first."""
         found: dict[str, int] = {}
         holders, sent_to = self._holders, self._sent_to
         mask = -1

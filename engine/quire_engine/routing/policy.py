@@ -240,7 +240,7 @@ def _route(view: ReplicaView, request: RouteRequest, index: Blocks, why: str) ->
 
 
 def _why(best: _Scored, scored: Sequence[_Scored], last: str) -> str:
-    """In words: the hit, the prompts ahead, and by how much the next one would have been later."""
+    """Return the choice in words: the hit, the prompts ahead, and by how much the next one would have been later."""
     size = best.view.limits.block_size
     parts = [f"predicted {best.ttft:.3f} s", f"{best.depth * size:,} tokens cached"]
     parts.append(f"{best.view.prompt_tokens_ahead:,} ahead")

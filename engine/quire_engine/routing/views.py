@@ -76,7 +76,7 @@ class Blocks(Protocol):
     """The part of the prefix index that a policy reads: `index.PrefixIndex`, and a fleet's index of the past."""
 
     def depths(self, blocks: Sequence[int]) -> dict[str, int]:
-        """For each replica that has the first block: how many it has in a row, from the first on."""
+        """Return how many blocks each replica has in a row from the first on, for those that have the first."""
         ...
 
 

@@ -360,7 +360,7 @@ class DecodeColumns:
         )
 
     def _behind(self, running: list[Group]) -> dict[Group, int]:
-        """Of each running group without a row: how many rows are served before it."""
+        """Return how many rows are served before each running group without a row."""
         behind: dict[Group, int] = {}
         num_rows = 0
         for group in running:

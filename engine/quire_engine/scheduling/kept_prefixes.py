@@ -222,7 +222,7 @@ class KeptPrefixes:
             self._place(owner, first, run, source)
 
     def _lost(self, content: Coming) -> None:
-        """It will not come."""
+        """Count a content that will not come."""
         wait = self._waits.get(content.request.request_id)
         if wait is not None and content.is_fetched:
             wait.num_lost += 1
@@ -244,7 +244,7 @@ class KeptPrefixes:
         ]
 
     def wait(self, seconds: float) -> None:
-        """Until a block has come, or one request's wait is over, at most so long."""
+        """Wait until a block has come or one request's wait is over, at most `seconds`."""
         fetches = any(wait.peer for wait in self._waits.values())
         source = self._peers if fetches else self._store
         if source is not None:
@@ -404,7 +404,7 @@ class Wait:
 
     @property
     def over_at(self) -> float:
-        """When what has not come by then is to be computed.
+        """The time from which on a request computes what has not come.
 
         Fetched blocks must come about as fast as they would be computed. So a request whose fetch fails at any time has
         its first token at most `LATE_SHARE` and `LATE_SECONDS` later than by computing all of its prompt.
@@ -417,14 +417,14 @@ class Wait:
 
 @dataclass(slots=True)
 class _Lateness:
-    """Of one engine."""
+    """The lateness of one engine."""
 
     pause: float  # seconds, after it has been late once more
     until: float = 0.0  # when it is asked again
 
 
 class PeerTrust:
-    """Which engines blocks are fetched from: one from which they came late is left alone for a while.
+    """The engines that blocks are fetched from: one from which they came late is left alone for a while.
 
     Every engine is asked again after `LONGEST` seconds at the latest.
     """

@@ -186,7 +186,7 @@ class KVAllocator:
         return end
 
     def take_back(self, sequence: Sequence, num_computed: int) -> None:
-        """So many tokens are computed, lent slots included: the other lent blocks are free again."""
+        """Set how many tokens are computed, lent slots included, and free the other lent blocks."""
         sequence.kv.num_reserved = sequence.kv.num_computed = num_computed
         sequence.kv.num_lent = 0
         for table in sequence.kv.tables:
@@ -259,7 +259,7 @@ class KVAllocator:
         sequence.kv.shares_tail = False
 
     def invalidate(self, sequences: Iterable[Sequence]) -> None:
-        """These sequences' blocks hold wrong values: they must not be matched, neither now nor after their release."""
+        """Stop matching the blocks of sequences, which hold wrong values, now and after their release."""
         for sequence in sequences:
             sequence.kv.num_certain = 0
             for block in _held(sequence):
@@ -479,7 +479,7 @@ def adopt(
 
 
 def record_in(kv: KVAllocator, recorder: Recorder) -> None:
-    """From now on tell this recorder of the blocks that can be matched."""
+    """Tell this recorder from now on of the blocks that can be matched."""
     for cache in kv._caches.each:
         cache.recorder = recorder
 
@@ -527,12 +527,12 @@ def parent_of(kv: KVAllocator, sequence: Sequence, index: int) -> bytes:
 
 
 def grow(kv: KVAllocator, sequence: Sequence) -> None:
-    """As `reserve`, for a decode in columns, which shares no block: one more, since its last one is full."""
+    """Reserve one more block for a decode in columns, whose last block is full and which shares none."""
     kv._extend(sequence, sequence.kv.table, sequence.kv.table.num_slots + 1)
 
 
 def fill(kv: KVAllocator, sequence: Sequence, num_computed: int) -> None:
-    """As `commit`, for a decode in columns, whose counts are there: its last block is full of applied results."""
+    """Commit the last block of a decode in columns, full of applied results; the counts are in the columns."""
     if kv._caching:
         kv._commit_blocks(sequence, num_computed // kv.block_size)
 

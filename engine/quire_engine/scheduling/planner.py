@@ -298,7 +298,7 @@ class Admission:
 
     @property
     def kv_waiting_since(self) -> float | None:
-        """When the group at the queue's head began to wait for blocks; None where it does not."""
+        """The time when the group at the queue's head began to wait for blocks; None where it does not."""
         blocked = self._kv_blocked
         is_over = blocked is None or blocked.state in ("finished", "held")
         return None if is_over else self._kv_blocked_since

@@ -59,7 +59,7 @@ class OrderPolicy(Protocol):
 
 
 class FirstComeFirstServed:
-    """By submission; those that an earlier engine has begun come first, since their clients read already.
+    """The order of submission, after those that an earlier engine has begun, since their clients read already.
 
     Of these the oldest request comes first: a second engine's streams may be submitted after younger ones of a first.
     """
@@ -69,7 +69,7 @@ class FirstComeFirstServed:
 
 
 class PriorityOrder:
-    """By priority, lower numbers first, and equal ones as `FirstComeFirstServed`."""
+    """The order of priority, lower numbers first, and equal ones as `FirstComeFirstServed`."""
 
     def __init__(self) -> None:
         self._within = FirstComeFirstServed()
@@ -195,7 +195,7 @@ def client(group: Group) -> Client:
 
 
 def _first_of_each(waiting: list[Group]) -> list[Group]:
-    """At most `MOST` groups, equally many of each client, so that a long queue of one client does not hide others."""
+    """Return at most `MOST` groups, equally many of each client, so that a long queue does not hide others."""
     queues: dict[Client, list[Group]] = {}
     for group in waiting:
         queues.setdefault(client(group), []).append(group)

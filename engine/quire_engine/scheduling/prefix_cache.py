@@ -47,7 +47,7 @@ class ToldPrefixes:
             self._changes[name] = depth
 
     def forget(self, content: bytes) -> None:
-        """It cannot be matched any more."""
+        """Forget a content that cannot be matched any more."""
         self._forget(short_name(content))
 
     def keep_only(self, contents: Iterable[bytes]) -> None:
@@ -120,7 +120,7 @@ class ToldBlocks:
             self._events.append(_Open(group, [name], [*tokens], before, request))
 
     def forgotten(self, group: int, contents: Iterable[bytes]) -> None:
-        """These cannot be matched any more."""
+        """Note contents that cannot be matched any more."""
         names = [short_name(content) for content in contents]
         last = self._events[-1] if self._events else None
         if last is not None and not last.tokens and last.group == group:
@@ -313,7 +313,7 @@ class GroupCaches:
         return None
 
     def _seen(self, count: int) -> Iterator[tuple[int, PrefixCache]]:
-        """For each group the first of `count` blocks that rows behind them see."""
+        """Yield for each group the first of `count` blocks that rows behind them see."""
         for group, cache in zip(self._groups, self.each, strict=True):
             yield group.first_seen(count * self._block_size) // self._block_size, cache
 

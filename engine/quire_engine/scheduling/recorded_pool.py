@@ -16,7 +16,7 @@ from quire_engine.scheduling.sequence import Sequence
 
 
 class RecordedPool:
-    """For an executor that computes each step before the next one is planned.
+    """A recorder of the pool's blocks, for an executor that computes each step before the next one is planned.
 
     Full blocks are recorded as they become matchable, those that running sequences have begun with every step, except
     in the columns, where the blocks of many sequences are recorded as they fill.

@@ -25,7 +25,7 @@ GroupState = Literal["waiting", "running", "preempted", "held", "finished"]
 
 
 class Columns(Protocol):
-    """Where sequences have their counts and newest tokens while they are there; `decode_columns.DecodeColumns`."""
+    """The columns in which sequences have their counts and newest tokens; `decode_columns.DecodeColumns`."""
 
     def num_known(self, group: Group) -> int: ...
     def tokens_of(self, sequence: Sequence) -> list[int]: ...
@@ -63,11 +63,11 @@ class Sequence:
         return self.num_known - self.num_prompt_tokens
 
     def enter_columns(self, columns: Columns, kv: SequenceKV) -> None:
-        """Its counts are read through the columns from now on."""
+        """Read the sequence's counts through the columns from now on."""
         self.columns, self.kv = columns, kv
 
     def leave_columns(self, token_ids: list[int], kv: SequenceKV) -> None:
-        """It has its own tokens and counts again."""
+        """Give the sequence its own tokens and counts again."""
         self.columns, self.own_token_ids, self.kv = None, token_ids, kv
 
     def settle(self) -> None:
@@ -79,7 +79,7 @@ class Sequence:
         self.has_output = True
 
     def expect(self, num_output_tokens: int) -> None:
-        """So many output tokens are expected in all."""
+        """Set how many output tokens are expected in all."""
         self.expected_output = num_output_tokens
 
     def note_forced(self, num_tokens: int) -> None:
@@ -94,7 +94,7 @@ class Sequence:
         self.is_launched = False
 
     def extend_beam(self, past: Iterable[int], token_id: int) -> None:
-        """For beam search: continue the tokens `past` with `token_id`, which is to be computed next."""
+        """Continue a beam's tokens `past` with `token_id`, which is to be computed next."""
         self.own_token_ids = [*past, token_id]
         self.is_launched = False
 
@@ -270,7 +270,7 @@ class Group:
         self.prompt_shared = len(self.sequences) == 1
 
     def charge_to(self, account: Account | None) -> None:
-        """Its tokens are charged to this account."""
+        """Charge the group's tokens to this account."""
         self.account = account
 
     def wait_for(self, reason: WaitReason) -> None:
@@ -297,7 +297,7 @@ class Group:
         self.num_bypasses += 1
 
     def note_kv_wait(self, seconds: float) -> None:
-        """It waited for blocks at the queue's head for so long."""
+        """Add seconds for which the group waited for blocks at the queue's head."""
         self.kv_wait_seconds += seconds
 
     def enter(self, now: float) -> None:
@@ -336,7 +336,7 @@ class Group:
         self.computing = list(self.sequences)
 
     def note_first_token(self, now: float) -> None:
-        """Its first token came, or the end of a prompt that wants none."""
+        """Note that the first token came, or the end of a prompt that wants none."""
         self.first_token = now
 
     def add_prompt_logprobs(self, scores: Iterable[TokenLogprobs]) -> None:

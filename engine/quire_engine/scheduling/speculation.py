@@ -181,7 +181,7 @@ class Speculation:
         self._accepted = 0
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """These sequences have ended, or lost their blocks: of those that run again it is learned anew."""
+        """Forget what was learnt of sequences that have ended or lost their blocks; those that run again learn anew."""
         for sequence_id in sequence_ids:
             if self._records.pop(sequence_id, None) is not None:
                 self._useful.discard(sequence_id)
@@ -406,7 +406,7 @@ class RowCosts:
         return best
 
     def best_round(self, rows: int, shares: Values[float], most: int, drafting: DraftingCosts) -> tuple[int, int]:
-        """For how many sequences, the first ones, and how many drafts of each pay best, the time to guess them counted.
+        """Return how many sequences, the first ones, and how many drafts of each pay best, with the time to guess them.
 
         `shares`, of the sequences, fall. While no step has been measured, that time is left out.
         """

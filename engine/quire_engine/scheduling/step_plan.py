@@ -165,7 +165,7 @@ class StepPlan:
         return slices | dict.fromkeys([group.leader for group in layout.groups[first:]], 1)
 
     def places(self, layout: Layout) -> list[int]:
-        """Of each slice in order: how many rows of the columns are served before it, which are in order of service."""
+        """Return for each slice, in order, how many rows of the columns are served before it."""
         served, behind, elder = set(self._decodes), layout.behind, self.elder
         return [
             (0 if sequence.group is elder else behind[sequence.group]) if sequence in served else len(layout.groups)

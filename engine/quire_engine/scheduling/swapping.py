@@ -82,7 +82,7 @@ class Swapping:
         return True
 
     def drop_lost(self, groups: Iterable[Group]) -> None:
-        """Of these groups, those that were swapped out with a block that is gone compute everything again."""
+        """Make groups that were swapped out with a block that is gone compute everything again."""
         for group in groups:
             if self._kv.has_lost(group.sequences):
                 group.lose_swapped()
@@ -160,13 +160,13 @@ class SwappingAllocator(KVAllocator):
         return PrefixMatch(found.blocks, num_blocks * self.block_size, restored=tuple(restored))
 
     def seat_cost(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """For a swapped sequence: the blocks that its whole group needs to come back."""
+        """Return what seating costs; for a swapped sequence, the blocks that its whole group needs to come back."""
         if sequence.kv.swapped is not None:
             return self._swap_in_cost(sequence.group)
         return super().seat_cost(sequence, match)
 
     def seat(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """For a swapped sequence: bring its whole group back."""
+        """Seat a sequence; bring the whole group of a swapped one back."""
         if sequence.kv.swapped is not None:
             self._swap_in(sequence.group)
             return
@@ -452,7 +452,7 @@ class HostTier:
         return blocks
 
     def lose(self, keys: Iterable[bytes]) -> list[int]:
-        """These contents are wrong; returns the host blocks that held them. What a planned copy reads stays."""
+        """Drop contents that are wrong; return the host blocks that held them. What a planned copy reads stays."""
         blocks = [self.pool.lose(key) for key in keys if self.pool.holds(key) and key not in self._held]
         for block in blocks:
             self._out.pop(block, None)  # drop its copy

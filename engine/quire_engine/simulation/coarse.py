@@ -259,7 +259,7 @@ class CoarseReplica:
             self._context = 0.0
 
     def _end(self, served: Served, blocks: tuple[int, ...]) -> None:
-        """Its blocks are free to be reused; they are cached until then, the last used the longest."""
+        """End a request: its blocks may be reused; they are cached until then, the last used the longest."""
         row = served.row
         self._held -= row.input_tokens - served.cached_tokens + row.output_tokens
         size = self._limits.block_size

@@ -110,7 +110,7 @@ class _Contiguous:
             self._queue.append(Run(0, length, served=served))
 
     def _enter(self) -> None:
-        """Into the first hole that fits, in the order of arrival."""
+        """Let requests in, in the order of arrival, each into the first hole that fits."""
         while self._queue and len(self._runs) < self._setup.scheduler.limits.max_num_seqs:
             first, at = self._queue[0], 0
             for run in self._runs:

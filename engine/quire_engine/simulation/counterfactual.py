@@ -120,7 +120,7 @@ class BaseFigure:
 
     @property
     def differs(self) -> bool:
-        """By more than `BASE_TOLERANCE`, and by more than a millisecond or one."""
+        """True if the values differ by more than BASE_TOLERANCE, and by more than 1 ms (or a count of 1)."""
         larger, apart = max(self.recorded, self.simulated), abs(self.recorded - self.simulated)
         return apart > max(BASE_TOLERANCE * larger, 0.001 if self.is_time else 1.0)
 

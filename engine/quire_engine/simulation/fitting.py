@@ -54,7 +54,7 @@ class FitError:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> FitError:
-        """From the entry `fit_error` of a calibration file. Raises ConfigError."""
+        """Read the entry `fit_error` of a calibration file. Raises ConfigError."""
         try:
             numbers: dict[str, Any] = {one.name: float(plain[one.name]) for one in fields(cls)}
             return cls(**numbers)

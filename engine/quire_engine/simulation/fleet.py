@@ -131,7 +131,7 @@ class StepReplica(Simulation):
         return self._base.limits.prefill_chunk
 
     def computed_tokens(self, number: int) -> int:
-        """Of a live request's prompt, the cached ones too."""
+        """Return how many tokens of a live request's prompt are computed, the cached ones included."""
         group = self._scheduler._roster.live.get(str(number))
         return 0 if group is None else group.leader.kv.num_computed
 
@@ -362,7 +362,7 @@ class FleetSimulation:
         self._look(chosen, at)
 
     def _offer(self, row: TraceRow, route: Route, at: float) -> None:
-        """As a front does, by what it believes of the replica; the length of the answer it would have learnt."""
+        """Offer a request's work as a front does, by its view of the replica; the answer's length counts as known."""
         view = self._views[self._number_of[route.name]]
         uncached = max(row.input_tokens - route.hit_blocks * view.limits.block_size, 1)
         busy = request_seconds(view, prompt_tokens=uncached, output_tokens=row.output_tokens)

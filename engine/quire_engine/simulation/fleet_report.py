@@ -90,7 +90,7 @@ class FleetPlan:
 def plan_fleet(
     fleet: Fleet, rows: Sequence[TraceRow], slo: Slo, routes: Sequence[str], *, fit: Fit, speed: float = 1.0
 ) -> list[FleetPlan]:
-    """For each policy the fewest replicas, the best policy first. Raises ConfigError."""
+    """Plan the fewest replicas for each policy, and return the best policy first. Raises ConfigError."""
     if not slo.objectives:
         raise ConfigError("a plan of a fleet needs objectives, such as ttft_p95=2s")
     plans = [_plan(replace(fleet, route=route), rows, slo, fit, speed) for route in routes]
@@ -128,7 +128,7 @@ def _kept(found: FleetReport) -> bool:
 
 
 def _fewest(is_enough: Callable[[int], bool], least: int) -> int:
-    """By doubling, then halving; 0 if even the most do not suffice."""
+    """Return the smallest fleet that is enough, by doubling and binary search; 0 if even the largest is not."""
     high = least
     while not is_enough(high):
         if high >= MOST_REPLICAS:

@@ -30,7 +30,7 @@ class SimulatedDrafter:
         return [self._guess(wish) for wish in wishes]
 
     def note_end(self, token_ids: Sequence[int], scope: str) -> None:
-        """There is nothing to learn."""
+        """Do nothing: this drafter learns nothing."""
 
     def forget(self, sequence_id: int) -> None:
         """Nothing is kept."""

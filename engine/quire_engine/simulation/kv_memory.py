@@ -43,7 +43,7 @@ class KVShape:
 
     @property
     def heads(self) -> tuple[KVHeads, ...]:
-        """Of each layer."""
+        """The KV heads of each layer."""
         usual = KVHeads(self.kv_heads, self.head_dim)
         return tuple(self.own_heads.get(layer, usual) for layer in range(self.layers))
 
@@ -54,7 +54,7 @@ class KVShape:
 
     @property
     def layer_bytes_per_token(self) -> int:
-        """Of a layer with the usual heads."""
+        """The bytes that a token takes in a layer with the usual heads."""
         return self._layer_bytes(KVHeads(self.kv_heads, self.head_dim))
 
     @property
@@ -89,7 +89,7 @@ class KVShape:
         return [sum(layers[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
     def seen_bytes(self, tokens: int) -> int:
-        """Of the keys and values that the row behind `tokens` tokens sees."""
+        """Return the bytes of the keys and values that the row behind `tokens` tokens sees."""
         windows = self.windows or (None,) * self.layers
         return sum(
             min(tokens, window or tokens) * self._layer_bytes(heads)

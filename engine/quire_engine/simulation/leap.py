@@ -87,7 +87,7 @@ def leap(scheduler: Scheduler, cost: CostModel, now: float, due: float, num_left
 def prompt_leap(
     scheduler: Scheduler, cost: CostModel, now: float, due: float, num_left: Callable[[str], int]
 ) -> Leap | None:
-    """As `leap`, while no request waits and one prompt is under way beside decodes: all its chunks but the last.
+    """Take, like `leap`, all chunks but the last of the one prompt beside decodes, while no request waits.
 
     None if not even one step is like that.
     """
@@ -142,7 +142,7 @@ def prompt_leap(
 
 
 def _welcome(scheduler: Scheduler, sequences: list[Sequence]) -> None:
-    """Into the columns those that single steps would have there."""
+    """Put into the columns the sequences that single steps would have there."""
     for sequence in sequences:
         if sequence.columns is None and sequence.group.is_plain and sequence.group is not scheduler._planner.elder:
             scheduler._columns.welcome(sequence, scheduler._roster.num_running)

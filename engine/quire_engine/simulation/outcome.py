@@ -86,7 +86,7 @@ class Outcome:
     guessed_right: int = 0
 
     def note_live(self, at: float, count: int) -> None:
-        """From now on `count` requests are accepted and unfinished."""
+        """Note that `count` requests are accepted and unfinished from now on."""
         self.live.append((at, count))
 
     @property

@@ -59,7 +59,7 @@ def _rule(y: float, text: str, colour: str) -> str:
 
 
 def terminal(outcome: Outcome, *, width: int = 72, height: int = 8, time_unit: str = "s") -> list[str]:
-    """The same plot as lines of text; each column is the maximum in its part of the time."""
+    """Return the plot as lines of text; each column is the maximum in its part of the time."""
     columns = _columns([(moment.at, moment.blocks_used) for moment in outcome.moments], outcome.seconds, width)
     if outcome.moments:  # a long run's moments are thinned out: its peak may not be among them
         most = max(columns)

@@ -39,7 +39,7 @@ class PromptReplica(Protocol):
         ...
 
     def computed_tokens(self, number: int) -> int:
-        """Of a live request's prompt, the cached ones too."""
+        """Return how many tokens of a live request's prompt are computed, the cached ones included."""
         ...
 
     def advance(self, until: float) -> None: ...
@@ -127,7 +127,7 @@ class PromptReplicas:
             self._look(*heappop(self._due), found)
 
     def outcomes(self) -> list[Outcome]:
-        """Of the replicas, at the end."""
+        """Finish the replicas at the end of a simulation, and return their outcomes."""
         return [replica.finish() for replica in self._replicas]
 
     def _computed(self, number: int, at: float) -> None:

@@ -130,7 +130,7 @@ class _NoDrafter:
         return [NO_DRAFT for _ in wishes]
 
     def note_end(self, token_ids: Sequence[int], scope: str) -> None:
-        """There is nothing to learn."""
+        """Do nothing: this drafter learns nothing."""
 
     def forget(self, sequence_id: int) -> None:
         """Nothing is kept."""

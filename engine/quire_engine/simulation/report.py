@@ -231,7 +231,7 @@ class Difference:
 
     @property
     def ratio(self) -> float | None:
-        """After over before; None where before is 0."""
+        """The ratio of after to before; None where before is 0."""
         return self.after / self.before if self.before else None
 
 

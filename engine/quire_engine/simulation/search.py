@@ -241,7 +241,7 @@ def _changed_by_one(settings: Settings, grid: Mapping[str, Sequence[object]]) ->
 
 
 def default_grid(base: Setup) -> dict[str, tuple[object, ...]]:
-    """Around the base: half and twice its limits, and other common values."""
+    """Return values around the base: half and twice its limits, and other common ones."""
     limits = base.scheduler.limits
     seqs, budget, chunk = limits.max_num_seqs, limits.max_num_batched_tokens, limits.prefill_chunk
 

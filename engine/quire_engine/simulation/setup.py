@@ -108,7 +108,7 @@ def _served_claim(limits: SchedulerLimits) -> int:
 
 
 def _windows(name: str, value: object) -> tuple[int | None, ...]:
-    """From a list, or a text such as none,512,512."""
+    """Parse windows from a list, or from a text such as none,512,512. Raises ConfigError."""
     parts = value.split(",") if isinstance(value, str) else value
     try:
         found = tuple(None if part in {None, "none"} else int(part) for part in parts)  # type: ignore[attr-defined]

@@ -95,7 +95,7 @@ class Simulation:
         return outcome
 
     def arrive(self, row: TraceRow, number: int, at: float) -> None:
-        """Into the queue if it has room, as the server decides; `at`: when it was sent."""
+        """Put a request into the queue if it has room, as the server decides; `at`: when it was sent."""
         served = Served(row=row, number=number, at=at)
         self.outcome.requests.append(served)
         limit = self._setup.max_num_queued_tokens

@@ -43,7 +43,7 @@ def pack(config: EngineConfig, tell: Tell) -> str:
 
 
 def answers(questions: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """For each configuration progress reports, then the file. Raises ConfigError, ModelLoadError."""
+    """Yield for each configuration progress reports, then the file. Raises ConfigError, ModelLoadError."""
     for asked in questions:
         replies: SimpleQueue[dict[str, Any] | Exception] = SimpleQueue()
         # Packing runs in a thread, so that progress is reported meanwhile.

@@ -47,7 +47,7 @@ class Allowed:
 
 
 class Constraints:
-    """For one runner, whose steps it sees in order."""
+    """The constraints on the rows of one runner, whose steps it sees in order."""
 
     def __init__(self, grammars: Grammars | None, *, max_forced: int = MAX_FORCED) -> None:
         self._grammars, self._max_forced = grammars, max_forced
@@ -167,7 +167,7 @@ class Constraints:
         return self._bits[: num_rows * words].reshape(num_rows, words)
 
     def _set_ends(self, follower: Follower, row: SampleRow, octets: memoryview, vocab_size: int) -> None:
-        """Where the grammar is complete any stop token may come; before `min_tokens` only if nothing else can."""
+        """Allow stop tokens where the grammar is complete; before `min_tokens` only if nothing else can come."""
         wanted, told = row.stop.stop_token_ids, self._grammars.end_ids if self._grammars is not None else ()
         too_soon = row.num_output < row.sampling.min_tokens
         if told and not too_soon:
@@ -361,7 +361,7 @@ class Follower:
             raise GrammarError(f"the grammar does not allow token {token_id}")
 
     def _follow_anew(self, tokens: tuple[int, ...]) -> None:
-        """With a lexer of its own, not shortly after the last time, nor after another error. Raises GrammarError."""
+        """Follow the tokens with a new lexer if the old one is used up and not recent. Raises GrammarError."""
         is_early = self._renewed_at is not None and len(tokens) - self._renewed_at < _LASTING_TOKENS
         if self._grammars is None or self._matcher is None or is_early or _USED_UP not in self._matcher.get_error():
             self._check()
@@ -372,7 +372,7 @@ class Follower:
             self._consume(token_id)
 
     def _check(self) -> None:
-        """After an error the library reports that the text may end, so nothing that it reports may be used."""
+        """Refuse a matcher with an error, after which nothing that it reports may be used. Raises GrammarError."""
         if self._matcher is not None and self._matcher.is_error():
             raise GrammarError(f"the grammar cannot be followed any further: {first_line(self._matcher.get_error())}")
 

@@ -133,7 +133,7 @@ class Grammars:
             self._compile(*queue.get())
 
     def _found(self, text: str) -> LLMatcher | GrammarError | None:
-        """Of any scope: they are equal, and `prepare` has made the request wait for its own."""
+        """Return the compiled text of any scope: all are equal, and `prepare` has made the request wait for its own."""
         with self._changed:
             return next((self._compiled[text, scope] for scope in self._scopes.get(text, ())), None)
 
@@ -267,7 +267,7 @@ class MaskWriter:
 
     # numpy's indexing takes half the time of torch's.
     def _mask_row(self, source: NDArray[np.float32], target: NDArray[np.float32], bits: Mask) -> None:
-        """Into `target`, as wide as the source and not initialised."""
+        """Write the row `source` with its mask into `target`, which is as wide and not initialised."""
         key = bits.tobytes()
         if key in self._kept:
             self._kept.move_to_end(key)

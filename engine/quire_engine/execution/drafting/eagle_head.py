@@ -71,7 +71,7 @@ class EagleConfig:
         }
 
     def num_bytes(self, itemsize: int, packed_bits: float | None) -> int:
-        """Of the weights in memory, about."""
+        """Return about how many bytes the weights take in memory."""
         sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
         plain = sum(size for name, size in sizes.items() if len(self.shapes[name]) == 1 or name == _EMBEDDING)
         return plain * itemsize + int((sum(sizes.values()) - plain) * (packed_bits or 8 * itemsize)) // 8

@@ -20,7 +20,7 @@ _SURE = 8  # tokens of a suffix behind which no other place is looked for, while
 
 
 class Copied:
-    """Where the last draft of a sequence was found, for how many tokens."""
+    """The place in the source behind a sequence's last match, and the sequence's length in tokens then."""
 
     __slots__ = ("end", "place")
 
@@ -74,7 +74,7 @@ class SuffixDrafter:
 
 
 class Chains:
-    """For each pair of neighbours the newest place behind it, and for each place the one before with the same pair."""
+    """The places behind each pair of neighbouring tokens: the newest one, and for each the one before it."""
 
     __slots__ = ("_before", "_last", "_newest")
 

@@ -36,7 +36,7 @@ def place_adapters(
 
 
 class PlacedAdapters:
-    """As many adapters as a step may have."""
+    """The adapters in a device's places, as many as a step may have."""
 
     def __init__(self, places: Places, host_buffer: Callable[[int], HostBuffer]) -> None:
         self.places, self._host_buffer = places, host_buffer

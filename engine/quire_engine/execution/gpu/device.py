@@ -59,7 +59,7 @@ class Device(Protocol):
         ...
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        """The same memory without keeping it: of a contiguous tensor that a capture allocated.
+        """Return a view of a contiguous tensor that a capture allocated, which does not keep its memory.
 
         Graphs that keep their results have memory of their own for them; those that borrow share it.
         """

@@ -50,7 +50,7 @@ _MEASURED_ROWS, _MEASURED_REPLAYS = (1, 8, 16, 32, 64), 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where a step leaves its outcome, and where the step before it left its tokens."""
+    """The place where a step leaves its outcome, and where the step before it left its tokens."""
 
     region: Region
     number: int  # of the region
@@ -187,7 +187,7 @@ class GpuRunner:
         return min(found)
 
     def _is_chained(self, num_rows: int) -> bool:
-        """As the next larger number of rows that was measured."""
+        """Return whether chained kernels won at the next larger number of rows that was measured."""
         return next((self._chained[rows] for rows in sorted(self._chained) if rows >= num_rows), False)
 
     def capture_next(self) -> int:
@@ -213,8 +213,7 @@ class GpuRunner:
             self._run(bucket, self._send_decodes(StepArrays(), bucket))
 
     def _place(self) -> _Place:
-        """Of the step to come: the other region than the last step's, so that a step which has to be computed again
-        finds there what it reads."""
+        """Return the next step's place, in another region than the last step's, which may have to be computed again."""
         outcome = self._outcomes[self._num_begun % len(self._outcomes)]
         number = 1 - self._region
         return _Place(region=self._regions[number], number=number, outcome=outcome, sampled=self._sampled)

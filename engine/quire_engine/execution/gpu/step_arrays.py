@@ -99,5 +99,5 @@ def build_step_arrays(
 
 
 def pad_slots(arrays: StepArrays, num_rows: int, spare: int) -> None:
-    """Wherever a part of the rows begins, `padded_rows` of it are there."""
+    """Pad the slots of choices, so that `padded_rows` of them follow wherever a part of the rows begins."""
     arrays.choice_slots.extend([spare] * (padded_rows(num_rows) + 4 - len(arrays.choice_slots)))

@@ -88,7 +88,7 @@ class StreamedKV:
             self._place(pairs, stage_and_event)
 
     def seconds_per_block(self) -> float:
-        """By copying a stage out and in again, alone."""
+        """Measure the seconds of a block's copy, by copying a stage out and in again with nothing beside it."""
         count = min(self._size, self._per_slab)
         seconds = 0.0
         for _ in range(2):  # the first time is not counted

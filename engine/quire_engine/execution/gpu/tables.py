@@ -80,7 +80,7 @@ class SlotTables:
         return held.slot, held.flags
 
     def find_rows(self, decodes: Decodes) -> tuple[array[int], int]:
-        """As `find` and `place` for each row of the columns: their slots, and the flags of all."""
+        """Find and place each row of the columns; return the slots, and the flags of all."""
         if self._rows is not decodes.rows or self._rows_step != self._step - 1:
             self._rows_step, slots, flags = -1, array("q"), 0
             for row in decodes.rows:  # first those that have slots, which must not lose them to the others

@@ -33,7 +33,7 @@ class Told(Protocol):
         ...
 
     def kept(self) -> None:
-        """Of the hidden states the rows that the section `logit_rows` tells are left."""
+        """Keep only the hidden states of the rows in the section `logit_rows`."""
         ...
 
     def logits(self, rows: slice) -> Body:

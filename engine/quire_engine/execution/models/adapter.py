@@ -297,7 +297,7 @@ def _check_complete(file: Path, settings: Settings, names: Collection[str]) -> N
 def _matrices(
     config: ModelConfig, pairs: Mapping[str, Pair], shapes: Mapping[str, tuple[int, int]]
 ) -> Iterator[tuple[int, LowRankMatrix]]:
-    """By site; a module's rows lie where those of its matrix do."""
+    """Yield an adapter's matrices with their sites; a module's rows lie where those of its matrix do."""
     for site, product, parts in _products(config, shapes):
         made = []
         for part, row in zip(parts, product.starts, strict=True):
@@ -311,7 +311,7 @@ def _matrices(
 
 
 def adapted_products(config: ModelConfig) -> list[AdaptedProduct | None]:
-    """By site what adapters may add to, without the experts that rows choose; None: there is no such product."""
+    """Return by site the products that adapters may add to, without chosen experts; None: no such product."""
     found: list[AdaptedProduct | None] = [None] * (config.num_layers * len(SITES))
     for site, product, _ in _products(config, _module_shapes(config)):
         found[site] = product

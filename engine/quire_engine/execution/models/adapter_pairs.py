@@ -53,7 +53,7 @@ def check_tensor(file: Path, name: str, tensor: Tensor | None, shape: tuple[int,
 
 
 def _of_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """Of the first pattern that is the module's name or an end of it, as PEFT chooses."""
+    """Return the value of the first pattern that is the module's name or an end of it, as PEFT chooses."""
     for pattern, value in patterns.items():
         whole, literal = pattern.startswith("^"), pattern.strip("^$").replace("\\.", ".")
         if module == literal or (not whole and module.endswith("." + literal)):

@@ -145,7 +145,7 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors, as they are stored."""
+        """The bytes of all tensors as they are stored."""
         return sum(self._size(name) for name in self.names)
 
     def _size(self, name: str) -> int:
@@ -180,7 +180,7 @@ class Checkpoint:
         self._decoded[name] = _Decoded(found, shape, decode, kept=kept)
 
     def stored_sizes(self) -> Iterator[tuple[str, StoredSize]]:
-        """Of all quantised matrices that may be kept as they are stored, with their names."""
+        """Yield the name and size of each quantised matrix that may be kept as it is stored."""
         for name, found in self._decoded.items():
             kept = found.kept
             if kept is not None:

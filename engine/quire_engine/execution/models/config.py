@@ -214,12 +214,12 @@ class ModelConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        """Of the layer that has most."""
+        """The number of KV heads in the layer that has most."""
         return max(heads.number for heads in self.kv_heads)
 
     @property
     def head_dim(self) -> int:
-        """Of the layer with the widest heads."""
+        """The width of a head in the layer with the widest ones."""
         return max(heads.width for heads in self.kv_heads)
 
     def rotary_dim(self, width: int) -> int:
@@ -385,7 +385,7 @@ def _kv_heads(
 
 
 def _listed_heads(layer: Options, usual: KVHeads) -> KVHeads:
-    """Of a layer whose own options are listed."""
+    """Return the KV heads of a layer whose own options are listed. Raises for other options."""
     heads = KVHeads(layer.integer("num_key_value_heads", usual.number), layer.integer("head_dim", usual.width))
     if layer.unread():
         raise layer.beyond(f"{', '.join(sorted(layer.unread()))} cannot be a layer's own")
@@ -540,7 +540,7 @@ def _windows(options: Options, family: Family, num_layers: int) -> tuple[int | N
 
 
 def _windows_by_place(options: Options, family: Family, window: int | None, num_layers: int) -> tuple[int | None, ...]:
-    """Of a checkpoint that lists no types: the upper layers have a window, or all but each nth."""
+    """Return each layer's window for a checkpoint that lists no types: upper layers have one, or all but each nth."""
     if family.window in {"qwen", "qwen_moe", "upper"}:
         bound = options.integer("max_window_layers", family.default_bound, least=0)
         if family.window == "qwen_moe":

@@ -58,7 +58,7 @@ class ExpertStacks:
         return True
 
     def parts(self) -> dict[str, LowRankPart]:
-        """By parameter: its rows in the order of a matrix as it multiplies. Raises ModelLoadError."""
+        """Return each parameter's rows in the order of a matrix as it multiplies. Raises ModelLoadError."""
         known = self._config.experts
         if known is None:
             return {}
@@ -100,7 +100,7 @@ class ExpertStacks:
 def expert_matrices(
     file: Path, config: ModelConfig, pairs: Mapping[str, Pair], stacks: Mapping[str, LowRankPart]
 ) -> dict[int, LowRankExperts]:
-    """By site: from pairs of single experts, or from those of all experts together. Raises ModelLoadError."""
+    """Return matrices by site, from pairs of single experts or those of all experts together. Raises ModelLoadError."""
     found, known = {}, config.experts
     if known is None:
         return {}

@@ -166,7 +166,7 @@ def _take_blocks(checkpoint: Checkpoint, config: ModelConfig, known: ExpertsConf
 
 
 class _Rows(NamedTuple):
-    """Of an expert's in a stack: the first one, how far they lie apart, and how many there are."""
+    """An expert's rows in a stack: the first one, how far apart they lie, and how many there are."""
 
     expert: int
     first: int

@@ -84,7 +84,7 @@ def _shared_inner(options: Options, entry: Experts, inner: int) -> int:
 
 
 def _layers(options: Options, entry: Experts, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have experts."""
+    """Return for each layer whether it has experts."""
     layers = range(num_layers)
     if entry.layers == "steps":
         each, without = options.integer("decoder_sparse_step", 1), options.raw("mlp_only_layers") or []

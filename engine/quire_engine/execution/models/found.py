@@ -1,4 +1,4 @@
-"""Which implementation computes a model: an entry of ours, or transformers' code.
+"""The choice of the implementation that computes a model: an entry of ours, or transformers' code.
 
 Promises: nothing but configuration and headers of files is read. Must not know: requests.
 """

@@ -73,7 +73,7 @@ class StoredType(NamedTuple):
 
 @cache
 def stored_type(kind: str) -> StoredType:
-    """Of a type by its name in the format."""
+    """Return the stored form of a type, by its name in the format."""
     found = groups(kind, torch.zeros(1, _BLOCK_BYTES[kind], dtype=torch.uint8))
     size, parts = found.codes.shape[2], _stored_parts(found)
     beside = sum(8 * parts[name].itemsize if name in parts else 0 for name in ("scales", "offsets"))

@@ -66,7 +66,7 @@ class WeightSource(Protocol):
     """
 
     def tensor(self, name: str, *, wide: bool = False) -> Tensor:
-        """In the model's dtype; `wide`: in float32."""
+        """Return a tensor in the model's dtype; `wide`: in float32."""
         ...
 
     def matrix(self, place: str, weights: Sequence[Part], biases: Sequence[Part]) -> LinearWeight:

@@ -92,7 +92,7 @@ class Parameters:
         )
 
     def _embedding_bytes(self, itemsize: int, kernels: KernelSet) -> int:
-        """Of an embedding beside the head: none where both are one matrix, kept as it is stored."""
+        """Return the bytes of an embedding beside the head: none where both are one matrix, kept as it is stored."""
         numbers = self.embedding * itemsize
         if self.stored_embedding is None or kernels.embed_stored is None:
             return numbers
@@ -110,7 +110,7 @@ class WeightMemory:
 
 
 def count_parameters(path: Path, model: ModelConfig) -> Parameters:
-    """From the configuration, once the files' headers agree with it as the loader asks. No weight is read."""
+    """Count parameters by the configuration once the files' headers agree with it; no weight is read."""
     shapes = expected_shapes(model)
     with checked_checkpoint(path, model) as checkpoint:
         kept = dict(checkpoint.stored_sizes())

@@ -126,7 +126,7 @@ class Parts(Protocol):
 
 
 class SourceOf(Protocol):
-    """Where weights come from, for each type in which they are kept."""
+    """The source of weights for each type in which they are kept."""
 
     def __call__(self, dtype: torch.dtype) -> WeightSource: ...
     def has(self, name: str) -> bool: ...

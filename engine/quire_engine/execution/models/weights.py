@@ -1,4 +1,4 @@
-"""From a checkpoint's files, or an image of packed weights, to a decoder.
+"""The loading of a decoder, from a checkpoint's files or from an image of packed weights.
 
 The files hold exactly the tensors that the configuration implies, or a ModelLoadError says which do not.
 """
@@ -315,7 +315,7 @@ class _Layers:
         }
 
     def ops(self, index: int) -> Iterator[LayerOp]:
-        """Of one layer; those behind the last layer's keys and values are for the sample rows alone."""
+        """Yield one layer's ops; those behind the last layer's keys and values are for the sample rows alone."""
         config, norms = self._config, self._config.family.norms
         prefix = f"model.layers.{index}."
         attention = prefix + "self_attn."
@@ -347,7 +347,7 @@ class _Layers:
         yield from self._add("wide", self._down(index), after, self._scalar(prefix), site=site_of(index, "down"))
 
     def _with_experts(self, index: int, known: ExpertsConfig, norm: Norm | None) -> Iterator[LayerOp]:
-        """Of a layer with experts, what follows attention."""
+        """Yield the ops that follow attention in a layer with experts."""
         prefix = f"model.layers.{index}."
         after = self._norm_at(prefix, self._config.family.norms.after_mlp)
         if after is None or not self._config.has_mlp(index):

@@ -64,7 +64,7 @@ class PackedFolder:
         self._max_bytes = max_bytes
 
     def file(self, key: str) -> Path:
-        """Where the image of a key is, or would be."""
+        """Return the path at which the image of a key is, or would be."""
         return self.path / (hashlib.sha256(key.encode()).hexdigest()[:32] + _SUFFIX)
 
     @contextmanager

@@ -198,7 +198,7 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 class BadHeader(ValueError):
-    """Not the header of an image of this version; the text says why."""
+    """A header that is not that of an image of this version; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,7 @@ class DeviceRanks:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of ranks 1, 2, ..."""
+        """The process ids of ranks 1, 2, ..."""
         return self._children.pids
 
     @property

@@ -129,7 +129,7 @@ class Leader:
         self._tell(Message(Kind.END))
 
     def _number_of(self, adapter: AdapterSites) -> int:
-        """By which the others know an adapter, which they are given if they do not have it."""
+        """Return the number by which the other ranks know an adapter; they are given it if they do not have it."""
         number = self._numbers.get(adapter)
         if number is None:
             if self._adapted is None or self._adapted.told is None:

@@ -83,7 +83,7 @@ class RankProcesses:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of ranks 1, 2, ..."""
+        """The process ids of ranks 1, 2, ..."""
         return tuple(child.pid for child in self._children)
 
     @property
@@ -93,7 +93,7 @@ class RankProcesses:
 
     @property
     def pools(self) -> tuple[Tensor, ...]:
-        """Of ranks 1, 2, ..., [blocks, bytes] uint8, where they are shared: to be used while no step is computed."""
+        """The shared pools [blocks, bytes] uint8 of ranks 1, 2, ...; to be used while no step is computed."""
         return tuple(self._pools)
 
     def begin(

@@ -81,7 +81,7 @@ class Inspection:
         return answer
 
     def view(self, arguments: Arguments) -> object:
-        """As `steps`, of many the last `limit`; beside them the events and the pool's picture of the same moment."""
+        """Return the last `limit` steps after `after`, with the events and the pool's picture of that moment."""
         log = self._required()
         after, limit = int(arguments.get("after", 0)), min(int(arguments.get("limit", 100)), MOST_STEPS)
         last = log.steps[-1].step_id if log.steps else 0

@@ -30,7 +30,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """It lost its blocks: the step, the cause, how the blocks come back, and the request that they were for."""
+    """The loss of a request's blocks: the step, its cause, how they come back, and the request that they were for."""
 
     step: int
     cause: str
@@ -130,18 +130,18 @@ class RequestLife:
         return account
 
     def note_transit(self, reason: str, seconds: float, now: float) -> None:
-        """So much of its way to the scheduler was for this reason."""
+        """Note that so many seconds of the request's way to the scheduler were for this reason."""
         self.spent["transit", reason] = Spent(min(seconds, max(0.0, now - self.arrived_at)))
         self._since += self.spent["transit", reason].seconds
 
     def wait(self, reason: str, step: int, now: float) -> None:
-        """It does not run in this step, for this reason."""
+        """Note that the request does not run in this step, for this reason."""
         if reason == "kv" and self.reason != "kv" and len(self.kv_wait_steps) < MOST_NOTES:
             self.kv_wait_steps.append(step)
         self._change_phase("preempted" if self.phase in {"preempted", "recompute"} else "queue", reason, step - 1, now)
 
     def enter(self, num_cached_tokens: int, step: int, now: float) -> None:
-        """It runs from this step on, with `num_cached_tokens` tokens of its prompt cached."""
+        """Note that the request runs from this step on, with `num_cached_tokens` tokens of its prompt cached."""
         if self.first_step is None:
             self.first_step, self.num_cached_tokens = step, num_cached_tokens
         self._change_phase("prefill" if self.first_token_step is None else "recompute", "", step - 1, now)
@@ -153,7 +153,7 @@ class RequestLife:
             self.chunks.append(Chunk(step, start, num_tokens))
 
     def note_token(self, step: int, now: float) -> None:
-        """It got its first token, or the first one after a preemption."""
+        """Note that the request got its first token, or the first one after a preemption."""
         self._change_phase("decode", "", step, now)
         if self.first_token_step is None:
             self.first_token_step = step
@@ -166,7 +166,7 @@ class RequestLife:
                 self.stalls.append(Stall(first, step - 1, now - since))
 
     def preempt(self, cause: str, step: int, now: float, *, mode: PreemptionMode, by: str = "") -> None:
-        """It loses its blocks and waits again."""
+        """Note that the request loses its blocks and waits again."""
         if self.first_token_step is not None and self._stalled_at is None:
             self._stalled_at = step, now
         self.num_preemptions += 1
@@ -175,11 +175,11 @@ class RequestLife:
         self._change_phase("preempted", "", step - 1, now)
 
     def hold(self, step: int, now: float) -> None:
-        """It is held after this step."""
+        """Note that the request is held after this step."""
         self._change_phase("held", "", step, now)
 
     def release(self, step: int, now: float, *, wait_bound: int) -> None:
-        """After this step it waits again."""
+        """Note that the request waits again after this step."""
         self.wait_bound = step - self.added_step + wait_bound
         self._change_phase("queue" if self.first_step is None else "preempted", "", step, now)
 

@@ -128,7 +128,7 @@ class Contents:
     """
 
     def __init__(self, max_bytes: int = MOST_BYTES, max_contents: int = MOST_CONTENTS) -> None:
-        """With 0 bytes nothing is compared."""
+        """Make a set of contents, empty; with 0 bytes nothing is compared."""
         self.complete_from = 0  # contents with lower numbers may be dropped
         self._max_bytes = max_bytes
         self._max_contents = max_contents
@@ -139,7 +139,7 @@ class Contents:
 
     @classmethod
     def for_log(cls, num_steps: int) -> Contents:
-        """For a log of `num_steps` steps; without steps nothing is compared."""
+        """Return the contents for a log of `num_steps` steps; without steps nothing is compared."""
         return cls(min(MOST_BYTES, BYTES_PER_STEP * num_steps), min(MOST_CONTENTS, CONTENTS_PER_STEP * num_steps))
 
     @property

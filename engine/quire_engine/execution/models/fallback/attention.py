@@ -50,7 +50,7 @@ def divides_heads(facts: Facts, block_size: int, size: int) -> bool:
 
 
 def with_plain_pool(kernels: KernelSet, facts: Facts) -> KernelSet:
-    """The same kernels over the plain pool: one row of values a block, layer after layer, keys before values."""
+    """Return the kernels over the plain pool: one row of values a block, layer after layer, keys before values."""
 
     def values_of_block(layers: int, block_size: int) -> int:
         return PlainPool(facts.attention[:layers], block_size).num_values
@@ -75,7 +75,7 @@ def with_plain_pool(kernels: KernelSet, facts: Facts) -> KernelSet:
 
 
 class PlainPool:
-    """Where each layer's keys [heads, block, Dk] and values [heads, block, Dv] lie in a block's row of values.
+    """The places of each layer's keys [heads, block, Dk] and values [heads, block, Dv] in a block's row of values.
 
     `layers`: all; or as many as a block has, where they are all of one size.
     """

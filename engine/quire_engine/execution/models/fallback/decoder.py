@@ -165,7 +165,7 @@ class FallbackDecoder:
 
     @torch.inference_mode()
     def greedy(self, hidden: Tensor, allowed: Tensor | None = None) -> tuple[list[int], list[bool]] | None:
-        """As `KernelSet.greedy`; None where the kernels have none, or the head scales or caps its logits."""
+        """Choose like `KernelSet.greedy`; None where the kernels lack it, or the head scales or caps its logits."""
         if self._kernels.greedy is None or self._kernels.linear is None or self._head is None:
             return None
         return self._kernels.greedy(hidden, None, self._head.packed, allowed)
@@ -178,7 +178,7 @@ class FallbackDecoder:
         return -(-count // self.config.row_multiple) * self.config.row_multiple
 
     def _body(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of the decoder: the end of a step without the head, or the rows that the head is computed of."""
+        """Replace the decoder's forward pass: end a step without the head, or return the rows for the head."""
         if self._hidden is not None:
             return self._output(last_hidden_state=self._hidden)
         output = self._body_forward(*args, **kwargs)

@@ -101,7 +101,7 @@ class Facts:
 
     @property
     def kv_heads(self) -> tuple[KVHeads, ...]:
-        """Of each layer: the same, since a plain pool holds the layers whose heads differ."""
+        """The KV heads of each layer, all alike: a plain pool holds the layers whose heads differ."""
         return (KVHeads(self.num_kv_heads, self.head_dim),) * self.num_layers
 
     @property
@@ -118,7 +118,7 @@ class Facts:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer; none where their keys and values differ in size, since all blocks of the pool are equal."""
+        """The window of each layer; none where layers differ in keys and values, since all blocks are equal."""
         kinds = {(layer.num_kv_heads, layer.key_dim, layer.value_dim) for layer in self.attention}
         return tuple([layer.window if len(kinds) == 1 else None for layer in self.attention])
 

@@ -44,7 +44,7 @@ class Computes(Protocol):
 
 
 def attach(model: nn.Module, computes: Computes) -> None:
-    """From now on the model's modules are computed by this."""
+    """Let the model's modules be computed by `computes` from now on."""
     for module in model.modules():
         module.__dict__[_ATTRIBUTE] = computes
 

@@ -37,7 +37,7 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 
 @contextmanager
 def in_steps(made: ModelClass) -> Iterator[None]:
-    """While a model is computed step by step: whatever its code raises is a ModelLoadError that names the class."""
+    """Turn whatever the model's code raises in step-by-step computation into a ModelLoadError with the class."""
     try:
         yield
     except ModelLoadError:

@@ -1,4 +1,4 @@
-"""From a checkpoint's directory to a transformers model that serves: the facts, the proof, the weights."""
+"""The parts of a transformers model that serves, from a checkpoint's directory: the facts, the proof, the weights."""
 
 from __future__ import annotations
 

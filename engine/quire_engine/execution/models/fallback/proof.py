@@ -93,7 +93,7 @@ _MOST_PARAMETERS = 60_000_000  # of a shrunken model: a second or two of work
 
 
 def shrunk(made: ModelClass, max_model_len: int) -> ModelClass:
-    """The same class with a configuration of a few small layers of each kind.
+    """Return the class with a configuration of a few small layers of each kind.
 
     A window that a sequence of `max_model_len` tokens can leave becomes one that the proof's sequences leave.
     """

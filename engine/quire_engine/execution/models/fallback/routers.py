@@ -46,7 +46,7 @@ class FusedRouter(nn.Module):
 
 
 def bias_name(router: Any) -> str | None:
-    """Where a router has what is added to scores for the choice."""
+    """Return the name of a router's tensor that is added to scores for the choice; None without one."""
     if isinstance(getattr(router, _BIAS, None), Tensor):
         return _BIAS
     return f"moe_statics.{_BIAS}" if hasattr(getattr(router, "moe_statics", None), _BIAS) else None

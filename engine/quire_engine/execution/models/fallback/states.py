@@ -106,7 +106,7 @@ class States:
             self._before.pop(self._of.popitem(last=False)[0], None)
 
     def forget(self, ids: Sequence[int]) -> None:
-        """These sequences ended or were preempted."""
+        """Forget the states of sequences that ended or were preempted."""
         for sequence in ids:
             self._of.pop(sequence, None)
             self._before.pop(sequence, None)

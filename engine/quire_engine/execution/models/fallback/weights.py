@@ -141,7 +141,7 @@ class ConvertedCheckpoint:
         return sum(self._checkpoint.done(source) for source, _ in self._sources[first])
 
     def _collect(self, facts: Facts) -> None:
-        """Which file tensors make which of the model's, by transformers' rules."""
+        """Find the file tensors that make each of the model's tensors, by transformers' rules."""
         model = self._model
         rules = get_model_conversion_mapping(model)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -272,7 +272,7 @@ def keeps_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
 
 
 class Sources(Protocol):
-    """Where weights come from, for each type in which they are kept."""
+    """The source of weights for each type in which they are kept."""
 
     def __call__(self, dtype: torch.dtype) -> WeightSource: ...
 
