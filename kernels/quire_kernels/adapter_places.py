@@ -30,7 +30,7 @@ class PlacedMatrix(NamedTuple):
 
 
 class _Section(NamedTuple):
-    """Where a product's matrices lie within a place, in bytes."""
+    """The offsets of a product's matrices within a place, in bytes."""
 
     shrink: int
     expand: int
@@ -88,7 +88,7 @@ class AdapterPlaces:
                 views.scales[0, index] = part.scale
 
     def _views(self, memory: Tensor, product: AdaptedProduct, at: _Section) -> PlacedMatrix:
-        """Of places [S, bytes]."""
+        """Return views of a product's matrices in places [S, bytes]."""
         rank, parts, rows = self._rank, len(product.starts), product.num_rows
 
         def view(offset: int, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -104,7 +104,7 @@ class AdapterPlaces:
 
 
 def place_bytes(products: Sequence[AdaptedProduct | None], max_rank: int, itemsize: int) -> int:
-    """Of one place."""
+    """Return the bytes of one place."""
     return max((section.end for section in _sections(products, max_rank, itemsize) if section is not None), default=0)
 
 

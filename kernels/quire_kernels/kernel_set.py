@@ -262,7 +262,7 @@ class StepAdapters:
         return None if all(matrix is None for matrix in matrices) else Addend(slots=self.slots, matrices=matrices)
 
     def of_rows(self, rows: Tensor) -> StepAdapters:
-        """Of some of the step's rows alone."""
+        """Return the adapters of some of the step's rows alone."""
         return StepAdapters(slots=self.slots[rows], adapters=self.adapters)
 
 
@@ -359,7 +359,7 @@ class RopeWrite:
 
 @dataclass(frozen=True, slots=True)
 class KeepSampled:
-    """From here on there are the step's sample rows alone, in q and in x: behind the last keys and values."""
+    """The mark behind the last keys and values: q and x have only the step's sample rows from there on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

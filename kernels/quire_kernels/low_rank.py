@@ -32,7 +32,7 @@ class LowRankMatrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRankExperts:
-    """The same for one matrix [N, K] of every one of E experts: A of a part is [E, r, K], and B [E, n, r]."""
+    """The parts that an adapter adds to one matrix [N, K] of each of E experts: A is [E, r, K] and B [E, n, r]."""
 
     count: int  # E
     num_rows: int  # N, without the rows that a matrix is filled up with

@@ -34,7 +34,7 @@ class Requirements:
 
 
 class Unavailable(RuntimeError):
-    """This machine lacks something that the kernels need; the text completes "the NAME kernels"."""
+    """A lack of something that the kernels need on this machine; the text completes "the NAME kernels"."""
 
 
 def own_attention_only(required: Requirements) -> str | None:

@@ -55,7 +55,7 @@ class Collective(Protocol):
         ...
 
     def waited(self) -> tuple[float, ...]:
-        """Of each rank the seconds that it has waited in exchanges for the others, as far as it is known here.
+        """Return the seconds for which each rank has waited in exchanges for the others, as far as they are known here.
 
         The time until rank 0 says what to do is none of it. The slowest rank waits least.
         """
@@ -112,7 +112,7 @@ class TorchDistributed:
         self._waited = torch.zeros(self.size, dtype=torch.int64)  # nanoseconds, of the others as of the last exchange
 
     def waited(self) -> tuple[float, ...]:
-        """As `Collective` has it. The transport's own time counts as waited: the calls do not tell it apart."""
+        """Return each rank's waited seconds, with the transport's own time, which the calls do not tell apart."""
         return tuple([each / 1e9 for each in self._waited.tolist()])
 
     def gather(self, data: Tensor, starts: Sequence[int]) -> None:

@@ -69,17 +69,17 @@ class StoredMatrix:
         return self.codes.shape[0], self.codes.shape[1]
 
     def over_rows(self, change: Callable[[Tensor], Tensor]) -> StoredMatrix:
-        """With `change` made to the rows of every part: a choice of them, or another order."""
+        """Return the matrix with `change` made to the rows of every part: a choice of them, or another order."""
         return self.with_parts(lambda name: change(getattr(self, name)))
 
     def with_parts(self, made: Callable[[str], Tensor]) -> StoredMatrix:
-        """With other tensors in the place of those that it has, by their names."""
+        """Return the matrix with other tensors in the place of those that it has, by their names."""
         names = ("codes", "scales", "scale_units", "zero_points", "offsets", "offset_units")
         changes: dict[str, Any] = {name: made(name) for name in names if getattr(self, name) is not None}
         return replace(self, **changes)
 
     def to(self, device: torch.device) -> StoredMatrix:
-        """With all parts on a device."""
+        """Return the matrix with all parts on a device."""
         return self.with_parts(lambda name: getattr(self, name).to(device))
 
     def dequantised(self) -> Tensor:
@@ -146,7 +146,7 @@ def joined(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:
 
 
 def in_common_form(matrices: Sequence[StoredMatrix]) -> list[StoredMatrix] | None:
-    """The same numbers in one form: codes as wide as the widest, groups as small as the smallest.
+    """Return the same numbers in one form: codes as wide as the widest, groups as small as the smallest.
 
     None: there is no such form.
     """
@@ -190,7 +190,7 @@ def _in_groups_of(matrix: StoredMatrix, group_size: int) -> StoredMatrix:
 
 
 def _in_whole_numbers(matrix: StoredMatrix, kind: Literal["six_bits", "bytes"]) -> StoredMatrix:
-    """With codes that are the values themselves."""
+    """Return the matrix with codes that are the values themselves."""
     if not matrix.table:
         return replace(matrix, kind=kind)
     values = torch.tensor(matrix.table).to(torch.int8).view(torch.uint8)
@@ -198,7 +198,7 @@ def _in_whole_numbers(matrix: StoredMatrix, kind: Literal["six_bits", "bytes"]) 
 
 
 def _with_floats(matrix: StoredMatrix, name: Literal["scales", "offsets"]) -> StoredMatrix:
-    """In place of integers with units: their products are exact in float32."""
+    """Return the matrix with floats for integers with units: their products are exact in float32."""
     values, unit = getattr(matrix, name), f"{name.removesuffix('s')}_units"
     if values is None:
         return matrix
@@ -207,7 +207,7 @@ def _with_floats(matrix: StoredMatrix, name: Literal["scales", "offsets"]) -> St
 
 
 def _with_offsets(matrix: StoredMatrix, *, in_units: bool) -> StoredMatrix:
-    """With offsets of 0, if it has none."""
+    """Return the matrix with offsets of 0, if it has none."""
     if matrix.offsets is not None:
         return matrix
     zeros = torch.zeros(matrix.scales.shape, dtype=torch.int8 if in_units else torch.float32)
@@ -216,7 +216,7 @@ def _with_offsets(matrix: StoredMatrix, *, in_units: bool) -> StoredMatrix:
 
 
 def with_floats(matrix: StoredMatrix) -> StoredMatrix:
-    """With scales and offsets that are floats: integers times their units."""
+    """Return the matrix with scales and offsets that are floats: integers times their units."""
     for name in ("scales", "offsets"):
         if getattr(matrix, f"{name.removesuffix('s')}_units") is not None:
             matrix = _with_floats(matrix, name)

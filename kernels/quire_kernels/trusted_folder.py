@@ -61,7 +61,7 @@ def open_trusted(path: Path) -> int:
 
 
 def _absolute(path: Path) -> Path:
-    """Since links are refused, `..` can be resolved in the text."""
+    """Resolve `..` in the text, which is right since links are refused."""
     return Path(os.path.abspath(path))
 
 

@@ -45,7 +45,7 @@ class Context:
         self.fetch(fetch_for(cpu_vendor()))
 
     def fetch(self, where: Fetch) -> None:
-        """From the next op on, what is read once is fetched to there."""
+        """Set where the next ops fetch what is read once."""
         self.library.quire_fetch(self.handle, FETCHES.index(where))
 
     @property
@@ -54,7 +54,7 @@ class Context:
 
 
 def fetch_for(vendor: str) -> Fetch:
-    """Where CPUs of a maker fetch what is read once, by the name that CPUID gives it; empty: the CPU is not of x86.
+    """Return where CPUs of a maker, by CPUID's name of it, fetch what is read once; empty: the CPU is not of x86.
 
     On AMD's, the non-temporal hint leaves the caches to what the rest of the machine works with, at no loss. On
     Intel's it stalls: lines come through the few buffers of the first-level cache, which are full when a core reads

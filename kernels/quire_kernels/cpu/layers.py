@@ -178,7 +178,7 @@ class CpuLayers:
         return LayerOpArgs(**args, site=-1 if site is None else site)
 
     def _norm(self, norm: Norm) -> int:
-        """Its address for C++."""
+        """Keep a norm's arguments, and return their address for C++."""
         self._norms.append(norm_args(norm, self._width))
         return ctypes.addressof(self._norms[-1])
 

@@ -56,7 +56,7 @@ class LinearOps:
 
     @property
     def adapted(self) -> AdaptedOps:
-        """The same with what adapters add."""
+        """The projections with what adapters add."""
         return AdaptedOps(
             pack=pack_low_rank,
             bind=bind_adapter,

@@ -49,7 +49,7 @@ class PackedLowRank(NamedTuple):
 
 
 def pack_low_rank(matrix: LowRankMatrix) -> PackedLowRank:
-    """In bfloat16. Every half of a panel has the ranks of its own rows' parts alone."""
+    """Pack an adapter's matrix in bfloat16. Every half of a panel has the ranks of its own rows' parts alone."""
     parts = tuple([replace(part, shrink=part.shrink[None], expand=part.expand[None]) for part in matrix.parts])
     alone = LowRankExperts(
         count=1, num_rows=matrix.num_rows, num_inputs=matrix.num_inputs, gate_up=matrix.gate_up, parts=parts
@@ -58,7 +58,7 @@ def pack_low_rank(matrix: LowRankMatrix) -> PackedLowRank:
 
 
 def pack_low_rank_experts(experts: LowRankExperts) -> PackedLowRank:
-    """The same for every expert, one behind the other."""
+    """Pack the matrices of every expert, one behind the other, like `pack_low_rank`."""
     return _packed(experts, Product(experts.num_rows, experts.num_inputs, experts.gate_up, experts.count))
 
 
@@ -181,7 +181,7 @@ def products_of(experts: ExpertMatrices, width: int) -> tuple[Product, Product]:
 
 
 def addend_args(addend: Addend, w: PackedLinear, rows: int) -> StepAdaptersArgs:
-    """For one product, as site 0."""
+    """Return the arguments of one product with an addend, which is site 0."""
     adapters = [BoundAdapter((matrix,)) for matrix in addend.matrices]
     for adapter in adapters:
         adapter.check({0: product_of(w)})
@@ -191,7 +191,7 @@ def addend_args(addend: Addend, w: PackedLinear, rows: int) -> StepAdaptersArgs:
 def expert_addend_args(
     above: Addend | None, below: Addend | None, experts: ExpertMatrices, rows: int, width: int
 ) -> StepAdaptersArgs:
-    """For both products of experts of rows of `width`, as sites 0 and 1. ValueError where both are None."""
+    """Return arguments of both products of experts, sites 0 and 1, for rows of `width`. ValueError if both are None."""
     some = above or below
     if some is None:
         raise ValueError("no adapter adds anything")
@@ -204,7 +204,7 @@ def expert_addend_args(
 
 
 def adapters_args(slots: Tensor, adapters: Sequence[BoundAdapter], rows: int) -> StepAdaptersArgs:
-    """For adapters that fit. Raises ValueError for slots that are not of the step."""
+    """Return the arguments of adapters that fit. Raises ValueError for slots that are not of the step."""
     count = len(adapters)
     if slots.dtype is not torch.int32 or slots.shape != (rows,) or not slots.is_contiguous():
         raise ValueError(f"slots must be contiguous int32 [{rows}]")

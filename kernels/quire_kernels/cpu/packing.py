@@ -60,7 +60,7 @@ class WeightKind(NamedTuple):
 
     @property
     def bits(self) -> float:
-        """Of a value, at most."""
+        """The bits of one value, at most."""
         return self.group_bytes * 8 / K_MULTIPLE
 
 
@@ -122,7 +122,7 @@ class Packer:
         return _stacked([self._stored(part, None) for part in parts], kept)
 
     def _stored(self, matrices: Sequence[StoredMatrix], bias: Tensor | None) -> PackedLinear:
-        """In one form."""
+        """Pack matrices that have one form."""
         n, k = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         gate_up = len(matrices) > 1
         if gate_up and matrices[0].shape != matrices[1].shape:
@@ -239,7 +239,7 @@ def _facts_of(args: LinearArgs) -> dict[str, int]:
 def _restored_stack(
     library: ctypes.CDLL, kind: WeightKind, facts: Mapping[str, int], memory: Mapping[str, Tensor]
 ) -> PackedLinear:
-    """As `_restored`, of one whose parts are of several kinds."""
+    """Restore a packed stack, like `_restored`, whose parts are of several kinds."""
     n, k, gate_up, count = (facts.get(name, 0) for name in ("n", "columns", "gate_up", "num_parts"))
     if gate_up or not 1 < count <= MOST_PARTS:
         raise ValueError(f"there is no packed matrix of {count} parts")
@@ -353,7 +353,7 @@ def _check(source: Tensor) -> None:
 
 
 def _lane_biases(bias: Tensor | None, *, gate_up: bool) -> Tensor | None:
-    """In the order of the panels' lanes: 32 of a gate, then those of the same rows of up."""
+    """Return biases in the order of the panels' lanes: 32 of a gate, then those of the same rows of up."""
     if bias is None:
         return None
     if not gate_up:
@@ -363,7 +363,7 @@ def _lane_biases(bias: Tensor | None, *, gate_up: bool) -> Tensor | None:
 
 
 def _padded(values: Tensor, multiple: int) -> Tensor:
-    """As float32, with zeros up to a multiple of `multiple`."""
+    """Return the values in float32, with zeros up to a multiple of `multiple`."""
     padded = torch.zeros(-(-len(values) // multiple) * multiple, dtype=torch.float32)
     padded[: len(values)] = values
     return padded

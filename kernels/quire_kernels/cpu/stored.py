@@ -88,7 +88,7 @@ def in_parts(matrices: Sequence[Sequence[StoredMatrix]]) -> list[list[StoredMatr
 
 
 def _runs(rows: Sequence[StoredMatrix]) -> list[StoredMatrix]:
-    """With neighbours of one form together."""
+    """Join neighbours of one form."""
     runs = [[rows[0]]]
     for each in rows[1:]:
         if form_of(each) == form_of(runs[-1][0]):
@@ -115,7 +115,7 @@ def packs_in_groups(group_size: int, columns: int) -> bool:
 
 
 def stored_bits(kind: StoredKind, group_size: int, columns: int, beside: float | None = None) -> float | None:
-    """Of a value, with a scale of 16 bits, of e4m3 of 32, and a zero point, if it is not known what is beside codes.
+    """Return the bits of a value with its share of a scale and zero point: `beside` bits a group, or the usual ones.
 
     None: there is no form for it.
     """

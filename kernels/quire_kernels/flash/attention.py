@@ -30,7 +30,7 @@ class FlashAttention:
         self._step: tuple[AttentionInput, tuple[Part, ...]] | None = None
 
     def attention(self, q: Tensor, shape: AttentionShape, kv: Tensor, layer: int, step: AttentionInput) -> Tensor:
-        """As `KernelSet` says. ValueError for a pool that was made for another model."""
+        """Compute attention like `KernelSet.attention`. ValueError for a pool that was made for another model."""
         if kv.dim() != _POOL_DIMS or (kv.shape[3], kv.shape[5]) != (shape.num_kv_heads, shape.head_dim):
             raise ValueError("kv was made for another model")
         if kv.dtype != q.dtype:

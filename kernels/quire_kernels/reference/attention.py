@@ -81,7 +81,7 @@ class _Softmax:
         self.values = torch.zeros_like(queries)  # [..., R, D]
 
     def narrow(self, dim: int, start: int, end: int) -> _Softmax:
-        """The same state, restricted to a range of one dimension."""
+        """Return the state restricted to a range of one dimension."""
         part = object.__new__(_Softmax)
         part.peak = self.peak.narrow(dim, start, end - start)
         part.total = self.total.narrow(dim, start, end - start)

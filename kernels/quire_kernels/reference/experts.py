@@ -82,7 +82,7 @@ def router_logits(rows: Tensor, w: Linear) -> Tensor:
 
 
 def choose(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Of logits [T, E] the chosen experts [T, k], best first, and their weights."""
+    """Choose for logits [T, E] the experts [T, k], best first, and their weights."""
     scores = _scores(logits, routing)
     if logits.device.type == "cpu" and len(logits) > 1:  # torch rounds the last elements of an array differently
         scores = torch.cat([_scores(row[None], routing) for row in logits])

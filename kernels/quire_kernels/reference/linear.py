@@ -88,7 +88,7 @@ def times(up: Tensor, activation: Activation) -> Tensor:
 
 
 def activate(gate: Tensor, activation: Activation) -> Tensor:
-    """Of float32 or wider, by their definitions: F.silu rounds the last elements of an array differently."""
+    """Apply an activation to float32 or wider by its definition: F.silu rounds an array's last elements otherwise."""
     if activation == "swiglu_clamped":
         gate = gate.clamp(max=_SWIGLU_LIMIT)
         return gate / (1.0 + torch.exp(-_SWIGLU_ALPHA * gate))

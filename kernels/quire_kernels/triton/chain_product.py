@@ -87,7 +87,7 @@ def turned_halves(  # noqa: PLR0917
     first, second, is_query, rope, at_positions, q_norm, k_norm, half, held, exists, eps,
     stored: tl.constexpr, NORM_Q: tl.constexpr, NORM_K: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of a query head or a key head [ROWS, HALF], normed and rotated by the rows' positions."""
+    """Return both halves of a query or key head [ROWS, HALF], normed and rotated by the rows' positions."""
     if NORM_Q:
         chosen = is_query & exists[:, None]
         first, second = norm_halves(first, second, chosen, q_norm, half, held, eps, stored, HEAD_DIM)

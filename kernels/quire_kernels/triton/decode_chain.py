@@ -215,7 +215,7 @@ class DecodeChain:
 
 
 def bind_decodes(attention: TritonAttention, program: Sequence[LayerOp], *, ahead: bool) -> BoundDecodes | None:
-    """As `KernelSet` has it."""
+    """Bind a step of decodes like `KernelSet.bind_decodes`."""
     layers, rest = [], [op for op in program if not isinstance(op, KeepSampled)]
     while rest:
         layer = _layer(rest[:6])

@@ -374,7 +374,7 @@ def _logits(rows: Tensor, router: Linear, count: int) -> Tensor:
 
 
 def _routed(rows: Tensor, routing: Routing, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows [T, H] the logits [T, E], the experts [T, k] int32, best first, and their weights."""
+    """Return for rows [T, H] the logits [T, E], the experts [T, k] int32, best first, and their weights."""
     routing.check(count)
     rows = rows.contiguous() if routing.norm is None else rms_norm(rows, routing.norm)
     num_rows, bias, scales = len(rows), routing.selection_bias, routing.expert_scales

@@ -23,7 +23,7 @@ _ELEMENTS = 2048  # elements per program: 16 for each of its threads
 
 @triton.jit
 def norm_halves(first, second, chosen, norm, half, held, eps, stored: tl.constexpr, HEAD_DIM: tl.constexpr):  # noqa: PLR0917
-    """Both halves of heads [HEADS, HALF], normed if `chosen` [HEADS, 1]; rounded as in the reference."""
+    """Return both halves of heads [HEADS, HALF], normed if `chosen` [HEADS, 1]; rounded as in the reference."""
     square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
     root = tl.sqrt_rn(square / HEAD_DIM + eps)[:, None]
     dtype: tl.constexpr = norm.dtype.element_ty  # float32: nothing is rounded before the multiplication
@@ -38,7 +38,7 @@ def norm_halves(first, second, chosen, norm, half, held, eps, stored: tl.constex
 def write_halves(  # noqa: PLR0917
     kv, runs, offset, first, second, half, held, written, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, FP8: tl.constexpr
 ):
-    """Both halves of keys or values [N, HALF] into the pool: of those that are `written`, at `offset` of a head's page.
+    """Write both halves of keys or values [N, HALF] that are `written` into the pool, at `offset` of a head's page.
 
     `runs` [N]: where the pages begin. `offset` may be one for all.
     """

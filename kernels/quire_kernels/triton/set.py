@@ -206,7 +206,7 @@ class LinearOps:
 
     @property
     def adapted(self) -> AdaptedOps:
-        """The same with what adapters add."""
+        """The projections with what adapters add."""
         placed = PlacedOps(make=AdapterPlaces, num_bytes=place_bytes, scratch=low_rank.scratch)
         return AdaptedOps(
             pack=_unpacked,

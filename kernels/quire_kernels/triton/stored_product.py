@@ -67,7 +67,7 @@ class StoredLinear(NamedTuple):
 
 
 def stored_bits(kind: StoredKind, group_size: int, columns: int, beside: float | None = None) -> float | None:
-    """As `KernelSet` has it. Scales and offsets that have units become floats of 32 bits."""
+    """Return a value's bits like `KernelSet.stored_bits`. Scales and offsets with units become floats of 32 bits."""
     if not _has_groups(group_size, columns):
         return None
     bits, usual = _BITS[kind]
@@ -76,7 +76,7 @@ def stored_bits(kind: StoredKind, group_size: int, columns: int, beside: float |
 
 
 def pack_stored(matrices: Sequence[Sequence[StoredMatrix]], bias: Tensor | None) -> StoredLinear | None:
-    """As `KernelSet` has it. None: groups are narrower than 32 columns, or there is no one form for all rows."""
+    """Pack like `KernelSet.pack_stored`; None: groups are narrower than 32 columns, or no one form fits all rows."""
     whole = joined([rows for matrix in matrices for rows in matrix])
     if whole is None or not _has_groups(whole.group_size, whole.shape[1]):
         return None
@@ -157,7 +157,7 @@ def stored_product_kernel(  # noqa: PLR0917
     POINTS: tl.constexpr, OFFSETS: tl.constexpr, TABLE: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As `product_kernel`, of decoded weights. SPLIT: the halves of a pair may have scales of their own."""
+    """Multiply like `product_kernel`, with decoded weights. SPLIT: a pair's halves may have scales of their own."""
     dtype: tl.constexpr = x.dtype.element_ty
     unit: tl.constexpr = _DECODED if KIND == "e4m3" else 1.0
     row_tiles = tl.cdiv(num_rows, BLOCK_M)

@@ -234,13 +234,13 @@ class ExpertChecks:
         return index, weights, error, self._sure(logits, error)
 
     def _logits(self, rows: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
-        """Of rows in float64, and for each row the error that a kernel's may have."""
+        """Return logits of rows in float64, and for each row the error that a kernel's may have."""
         terms = rows.abs() @ router.double().abs().T
         error = tolerance.float32_sum(self._sizes.hidden + 4, terms).amax(dim=1, keepdim=True)
         return rows @ router.double().T, error + 2.0**-20
 
     def _sure(self, logits: Tensor, error: Tensor) -> Tensor:
-        """Which rows no such error could move."""
+        """Return the rows that no error of that size could move."""
         form, top_k, routing = self._sizes.form, self._sizes.top_k, self._form
         values, close_by = logits, 2 * error
         if form.biased or form.groups > 1:  # of scores, which are at most 1

@@ -91,7 +91,7 @@ class LinearChecks:
             yield from self.column_checks()
 
     def column_checks(self) -> Iterator[Check]:
-        """Of the columns that a rank computes, for sets that are divided among ranks."""
+        """Yield checks of the columns that a rank computes, for sets that are divided among ranks."""
         for count in self._buckets:
             yield self._check("norm_linear", f"{count} rows, some columns alone", self._columns(count, pair=False))
             yield self._check("norm_gate_up", f"{count} rows, some columns alone", self._columns(count, pair=True))
