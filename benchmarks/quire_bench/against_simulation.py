@@ -113,7 +113,7 @@ def with_server(cost: CostModel, alone: Measures) -> CostModel:
 
 
 def _bench(words: list[str]) -> Measures:
-    """What the one round of one load has measured. Raises BenchError."""
+    """Return the measures of one round of one load. Raises BenchError."""
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         results = runner.run(run_benchmark(parse_arguments(words), words, _tell))
     (measured,) = results.points[0].servers[0].rounds
@@ -135,7 +135,7 @@ def _tell(line: str) -> None:
 
 
 def lines_of(trace: str, speed: float, live: Measures, simulated: Report) -> Iterator[Line]:
-    """What both have measured."""
+    """Yield a line for each statistic of a quantity that both the live and the simulated run have."""
     for quantity in _QUANTITIES:
         for statistic in _LIMITS:
             measured, guessed = (

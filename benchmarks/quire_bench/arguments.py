@@ -48,7 +48,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What to measure, on whom, and what to write."""
+    """The request of a command line: what to measure, on which servers, and what to write."""
 
     url: Peer | None  # None: a server of our own
     serve_flags: tuple[str, ...]

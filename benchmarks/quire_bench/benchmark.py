@@ -113,7 +113,7 @@ async def _server(peer: Peer, asked: Asked, *, api_key: str | None, model: str |
 
 
 def _check_lengths(points: Sequence[LoadPoint], workload: Workload, infos: Sequence[ServerInfo]) -> None:
-    """Before minutes go into measuring refusals."""
+    """Check the lengths of requests before minutes go into measuring refusals."""
     if points[0].mode == "trace":
         longest = max(row.input_tokens + row.output_tokens for row in workload.trace[: workload.requests])
         advice = "use a smaller --scale-len"
@@ -142,7 +142,7 @@ async def _warm_up(asked: Asked, workload: Workload, targets: Sequence[Target]) 
 
 
 def _machines(infos: Sequence[ServerInfo]) -> list[str]:
-    """What the servers that can be compared with limits compute with, each once."""
+    """Return the machines, each once, of the servers that can be compared with limits."""
     return sorted({info.facts.machine for info in infos if info.facts is not None and not why_not_measurable(info)})
 
 
@@ -154,7 +154,7 @@ async def _probed(machine: str, before: Limits | str | None) -> Limits | str:
 
 
 def _missing(infos: Sequence[ServerInfo], limits: Mapping[str, Limits | str]) -> dict[str, str]:
-    """Of each server whose limits are unknown, why; baselines are no servers."""
+    """Return why the limits of each server are unknown, for those that lack them; baselines are no servers."""
     missing = {}
     for info in filter(lambda info: info.address, infos):
         reason: Limits | str | None = why_not_measurable(info)

@@ -52,7 +52,7 @@ class Client:
         self._idle: list[_Connection] = []
 
     async def send(self, body: bytes, record: Record) -> None:
-        """Until the reply has ended. Everything that happened is in the record."""
+        """Send a request and wait until the reply has ended. Everything that happened is in the record."""
         message = b"%b%d\r\n\r\n%b" % (self._head, len(body), body)
         while True:
             connection, was_used = self._idle_connection(), True

@@ -31,7 +31,7 @@ SUSTAINED = 0.95  # of the offered rate: what an open loop must complete to be b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Of one number over rounds."""
+    """The median, least and most of one number over rounds."""
 
     median: float
     min: float
@@ -44,7 +44,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knee:
-    """Where more load stops bringing more. `reached` is False when the sweep ended before."""
+    """The load from which on more brings no more. `reached` is False when the sweep ended before."""
 
     value: float  # of the load point
     throughput: float  # output tokens per second there
@@ -73,7 +73,7 @@ def ratios(ours: Sequence[Measures], theirs: Sequence[Measures]) -> dict[str, Sp
 
 
 def knee(points: Sequence[tuple[LoadPoint, Sequence[Measures]]]) -> Knee | None:
-    """Of a sweep in one mode, by rising load; None for fewer than three points, or when nothing came back.
+    """Find a sweep's knee in one mode, by rising load; None for fewer than three points, or if nothing came back.
 
     Closed loop: the least concurrency with 90 % of the best throughput. Open loop: the highest rate at which, in the
     middle of the run, 95 % of what arrives is completed.

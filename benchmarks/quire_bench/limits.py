@@ -1,4 +1,4 @@
-"""What the machine could do, and which share of it a server used.
+"""The limits of the machine, and the share of them that a server used.
 
 Promises: limits are those of the device the server computes on, or unknown; measured anew in every round, and the best
 counts, as a share of a bad moment would flatter. Must not know: tensors; a probe is a process of its own.
@@ -23,7 +23,7 @@ _PROBE_SECONDS = 600.0  # the first may have to compile
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """As a probe prints them. Operations count a multiply and an add as two; 0: none such, or not known."""
+    """The limits that a probe prints. Operations count a multiply and an add as two; 0: none such, or not known."""
 
     variant: str  # instruction set of a CPU, name of a GPU
     threads: int  # or a GPU's multiprocessors
@@ -59,13 +59,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return by_type.get(weight_type, 0.0) or (self.fp32_per_second if device == "cpu" else 0.0)
 
     def instruction(self, weight_type: str) -> str:
-        """Whose rate `arithmetic` gives on a CPU; empty where the probe did not say."""
+        """Return the instruction whose rate `arithmetic` gives on a CPU; empty where the probe did not say."""
         by_type = {"bfloat16": self.bf16_instruction, "int8": self.int8_instruction, "int4": self.int8_instruction}
         return by_type.get(weight_type, "") or self.fp32_instruction
 
 
 class Shares(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the limits, 0 to 1. None: not measured at this load."""
+    """The shares of the limits that were used, 0 to 1. None: not measured at this load."""
 
     arithmetic: float | None  # all tokens of the run
     prefill: float | None  # one prompt alone, by its time to first token
@@ -104,7 +104,7 @@ def why_not_measurable(info: ServerInfo) -> str | None:
 
 
 def shares(point: LoadPoint, workload: Workload, measures: Measures, facts: ModelFacts, limits: Limits) -> Shares:
-    """What one run used. A shared prefix may come from the cache: then operations are not counted."""
+    """Return the shares that one run used. A shared prefix may come from the cache: then operations are not counted."""
     peak = limits.arithmetic(facts.weight_type, facts.device)
     counts = not workload.prefix and point.mode != "trace" and measures.ok > 0
     alone = point.mode == "concurrency" and point.value == 1 and counts
@@ -122,7 +122,7 @@ def shares(point: LoadPoint, workload: Workload, measures: Measures, facts: Mode
 
 
 def summarise_shares(rounds: Sequence[Shares]) -> dict[str, Spread]:
-    """Of each kind that was measured, by its name."""
+    """Return the spread of each kind of share that was measured, by its name."""
     found = {}
     for name in Shares.__struct_fields__:
         values = [value for one in rounds if (value := getattr(one, name)) is not None]

@@ -24,7 +24,7 @@ _SHOWN = 300  # characters of a complaint
 
 
 class _Test(msgspec.Struct):
-    """What it says of one test in JSON, as far as both programs do."""
+    """The report of one test in JSON, as far as both programs write it."""
 
     n_prompt: int
     n_gen: int
@@ -73,7 +73,7 @@ class LlamaBench:
         return run
 
     async def kv_use(self) -> None:
-        """It tells of no cache."""
+        """Return None: llama-bench tells of no cache."""
 
     async def close(self) -> None:
         """Each run has ended its process."""
@@ -88,7 +88,7 @@ async def find_program(program: str, name: str | None, file: str) -> LlamaBench:
 
 
 async def asked(program: str, file: str, prompt: int, output: int, count: int) -> list[_Test]:
-    """Its report of `count` prompts and answers of these lengths. Raises BenchError."""
+    """Run the program and return its report of `count` prompts and answers of these lengths. Raises BenchError."""
     flags = {"-m": file, "-p": prompt, "-n": output, "-r": count, "-t": usable_cores(), "-o": "json"}
     try:
         process = await asyncio.create_subprocess_exec(

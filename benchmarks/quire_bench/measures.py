@@ -1,4 +1,4 @@
-"""From the records of a run to numbers: throughput, latencies, errors, Little's law.
+"""The numbers of a run from its records: throughput, latencies, errors, Little's law.
 
 Promises: latencies are those of requests that ended well, in milliseconds; throughput counts the tokens of these over
 the whole run.
@@ -79,7 +79,7 @@ class Measures:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of sorted values, interpolated between neighbours."""
+    """Return a percentile of sorted values, interpolated between neighbours."""
     place = (len(ordered) - 1) * percent / 100
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
@@ -126,7 +126,7 @@ def _time_per_token(record: Record) -> float:
 
 
 def little(run: Run) -> Little:
-    """Both sides of Little's law, from counts and from latencies, which are taken independently."""
+    """Compute both sides of Little's law, from counts and from latencies, which are taken independently."""
     start, end = run.started + _EDGE * run.seconds, run.ended - _EDGE * run.seconds
     length = max(end - start, 1e-9)
     area = 0.0

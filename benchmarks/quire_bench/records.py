@@ -1,4 +1,4 @@
-"""What happened to one request, and to all of a run, as timestamps and counts.
+"""Records of one request, and of all of a run, as timestamps and counts.
 
 Promises: written once, by whoever sent the request; times are `time.perf_counter()` seconds. Must not know: HTTP.
 """

@@ -119,7 +119,7 @@ def _limits_text(machine: str, limits: Limits) -> str:
 
 
 def _peaks(results: Results) -> dict[str, str]:
-    """By server the instruction whose rate is its peak, where that is known."""
+    """Return by server the instruction whose rate is its peak, where that is known."""
     found = {}
     for info in results.servers:
         if info.facts is not None and (limits := results.limits.get(info.facts.machine)) is not None:
@@ -138,7 +138,7 @@ def _shares_text(one: OnePoint, peaks: Mapping[str, str]) -> str:
 
 
 def _kv_text(rounds: Sequence[KvUse]) -> str:
-    """What sharing saved and what preemptions cost, over all rounds."""
+    """Return in words what sharing saved and what preemptions cost, over all rounds."""
     looked_up, found, computed, recomputed, saved, taken, preemptions = (
         sum(getattr(one, name) for one in rounds)
         for name in ("looked_up", "found", "computed", "recomputed", "blocks_saved", "blocks_taken", "preemptions")
@@ -149,7 +149,7 @@ def _kv_text(rounds: Sequence[KvUse]) -> str:
 
 
 def _doubts(point: LoadPoint, one: OnePoint, *, has_ids: bool) -> list[str]:
-    """What a reader should know before believing a number."""
+    """Return what a reader should know before believing a number."""
     doubts = []
     examples = dict.fromkeys(example for run in one.rounds for example in run.error_examples)
     doubts += [f"{one.server} at {point}: {example}" for example in list(examples)[:3]]

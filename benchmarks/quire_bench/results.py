@@ -26,7 +26,7 @@ _SECRET = "--api-key"
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the load was made, and, for servers of this machine, where it was served."""
+    """The machine where the load was made, and, for servers of this machine, where it was served."""
 
     processor: str
     cores: int  # usable by this process
@@ -84,7 +84,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     knees: dict[str, Knee]  # by server; only where a sweep shows one
 
     def encode(self) -> bytes:
-        """As indented JSON."""
+        """Encode the results as indented JSON."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1)
 
 
@@ -175,7 +175,7 @@ def versions() -> dict[str, str]:
 
 
 def command_line(argv: Sequence[str]) -> list[str]:
-    """As it was typed, but for the keys."""
+    """Return the command line as it was typed, but for the keys."""
     words, hide = ["quire", "bench"], False
     for word in argv:
         name, equals, _ = word.partition("=")

@@ -29,7 +29,7 @@ class BenchError(Exception):
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a Quire server tells about its model; enough to count bytes and operations."""
+    """The facts that a Quire server tells about its model; enough to count bytes and operations."""
 
     architecture: str
     parameters: int
@@ -47,12 +47,12 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def machine(self) -> str:
-        """What its limits are those of: the device, and of a CPU the instructions that compute."""
+        """The name of that which the limits belong to: the device, and on a CPU the instructions that compute."""
         return f"{self.device} {self.cpu_variant}".rstrip()
 
 
 class KvUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What sharing saved a Quire server in a run, and what preemptions cost it; tokens but for the last two."""
+    """The savings by sharing and the cost of preemptions in a run of a Quire server; tokens but for the last two."""
 
     block_size: int
     looked_up: int  # prompt tokens, looked up in the prefix cache
@@ -84,7 +84,7 @@ _KV_COUNTERS = {
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a server or baseline before the first request."""
+    """The facts about a server or baseline that are known before the first request."""
 
     name: str
     address: str
@@ -191,7 +191,7 @@ def _samples(metrics: str) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 
 def read_kv_use(metrics: str) -> KvUse | None:
-    """From a Quire server's metrics; None from others, and from versions that lack a counter."""
+    """Read the KV use from a Quire server's metrics; None from others, and from versions that lack a counter."""
     samples = _samples(metrics)
     try:
         block_size = int(samples["quire_cache_config_info"][0][0]["block_size"])
@@ -202,7 +202,7 @@ def read_kv_use(metrics: str) -> KvUse | None:
 
 
 def read_facts(metrics: str) -> ModelFacts | None:
-    """From a Quire server's metrics; None from others."""
+    """Read the model's facts from a Quire server's metrics; None from others."""
     samples = _samples(metrics)
 
     def value(name: str, **labels: str) -> float:

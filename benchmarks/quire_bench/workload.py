@@ -1,4 +1,4 @@
-"""What is sent: load points, and requests with prompts of exact lengths in token ids.
+"""The load that is sent: load points, and requests with prompts of exact lengths in token ids.
 
 Promises: the same seed, point and round give the same requests, to every server; two rounds share no prompt, so that no
 prefix cache answers for an earlier round. Must not know: HTTP, clocks.

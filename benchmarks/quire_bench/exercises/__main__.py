@@ -21,7 +21,7 @@ _ABOUT = (
 
 
 def checks(model: Path | None, own: OwnServers, plot: str | None) -> Checks:
-    """By the exercises that each checks, quick ones first."""
+    """Return the checks by the exercises that each checks, quick ones first."""
     return {
         ("S2.1",): lambda _: library.without_a_model(),
         ("S3.2",): lambda live: commands.memory_plan(live, model),

@@ -30,7 +30,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crowd:
-    """What happened to requests that were sent together."""
+    """The answers to requests that were sent together, with their preemptions and chunked prompts."""
 
     answers: list[tuple[int, ...]]
     preemptions: int

@@ -116,7 +116,7 @@ def verdict(live: Live) -> list[Fact]:
 
 
 def judged(code: int, out: str, err: str) -> Fact:
-    """What was said of each objective; an objective without data has no verdict."""
+    """Return the verdict on each objective as a fact; an objective without data has no verdict."""
     said = {name: match[1] for name in _OBJECTIVES if (match := re.search(rf"{name}\b.*\b(ok|MISSED)\b", out))}
     causes = len(re.findall(r"^\s*remedy: ", out, re.MULTILINE))
     words = [f"{name} {verdict}" for name, verdict in said.items()] or [err.strip()[-90:] or "no objective"]
@@ -167,7 +167,7 @@ def shows(name: str, wanted: Sequence[str], text: str) -> Fact:
 
 
 def _bench(live: Live, *words: str) -> dict[str, Any]:
-    """What `quire bench --json` writes of a small load. Raises BenchError where it writes nothing."""
+    """Run a small `quire bench --json` and return what it writes. Raises BenchError where it writes nothing."""
     key = ("--api-key", live.api_key) if live.api_key else ()
     small = ("--input", "32", "--output", "16", "--no-probe")
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:

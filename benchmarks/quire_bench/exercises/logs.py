@@ -29,7 +29,7 @@ class _Pages:
 
 
 def recorded(live: Live, after: int) -> Recording:
-    """What `quire trace --json --after` writes. The server must have been idle in step `after`. Raises BenchError."""
+    """Read what `quire trace --json --after` writes, from an idle step `after` on. Raises BenchError."""
     with tempfile.TemporaryDirectory(prefix="quire-steps-") as folder:
         path = Path(folder) / "steps.jsonl"
         with path.open("w", encoding="utf-8") as file:

@@ -24,7 +24,7 @@ _FLAGS = ("--device", "cpu", "--block-size", str(_BLOCK_SIZE), "--max-num-seqs",
 
 
 class OwnServers:
-    """Both kinds."""
+    """The servers of the embedded model that checks start for themselves: with few slots, or with a small pool."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()

@@ -54,7 +54,7 @@ def audited_under_load(live: Live) -> list[Fact]:
 
 
 def audits(looks: Sequence[Look], after: Look) -> list[Fact]:
-    """What was seen of the pool under load, and when all was over."""
+    """Return facts on the pool as seen under load, and when all was over."""
     everywhere = [*looks, after]
     wrong = next((look.disagreement for look in everywhere if not look.clean), "")
     clean = sum(look.clean for look in everywhere)
@@ -107,7 +107,7 @@ def shared_prefix(live: Live) -> list[Fact]:
 
 
 def copied_on_write(told: Recording, *, choices: int, block_size: int) -> list[Fact]:
-    """Of choices that all continue one prompt: blocks while they only have it, and what the first write copies."""
+    """Return facts on choices of one prompt: blocks while they only have it, and what the first write copies."""
     blocks, partial_block = -(-_PREFIX // block_size), int(_PREFIX % block_size > 0)
     found = [step for step in told.steps if step["slices"]]
     shared = next(

@@ -40,13 +40,13 @@ Slice = tuple[int, int, int]  # the request's length, start, tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Of some requests alone, from the step that first computes one of them to the last."""
+    """The steps of some requests alone, from the one that first computes one of them to the last."""
 
     slices: tuple[frozenset[Slice], ...]
     blocks: tuple[int, ...]  # that they hold in each step
 
     def ends(self, lengths: Sequence[int]) -> list[int]:
-        """After how many steps each has ended; 0 of one that was never computed."""
+        """Return after how many steps each has ended; 0 for one that was never computed."""
         last = {length: step for step, each in enumerate(self.slices, start=1) for length, _, _ in each}
         return [last.get(length, 0) for length in lengths]
 
@@ -118,7 +118,7 @@ def alike(number: str, live: Steps, expected: Steps) -> list[Fact]:
 
 
 def simulated(lengths: Sequence[int], arrivals: Sequence[float]) -> Steps:
-    """By the scheduler that serves, on a clock whose second is a step."""
+    """Simulate requests by the scheduler that serves, on a clock whose second is a step."""
     rows = rows_of(lengths, arrivals)
     slices: list[frozenset[Slice]] = []
 
@@ -132,7 +132,7 @@ def simulated(lengths: Sequence[int], arrivals: Sequence[float]) -> Steps:
 
 
 def steps_of(told: Recording, lengths: Sequence[int]) -> Steps:
-    """What a log tells of the requests with these lengths.
+    """Return what a log tells of the requests with these lengths.
 
     Others in the same steps must be shorter than a block, and so hold one each.
     """
@@ -202,7 +202,7 @@ def _peak_step(found: Steps) -> int:
 
 
 def _draw(found: Steps, plot: str) -> None:
-    """As `quire simulate --plot` does, of the live steps."""
+    """Draw the live steps as `quire simulate --plot` draws simulated ones."""
     moments = [
         Moment(at=float(step), blocks_used=blocks, running=len(slices), waiting=0)
         for step, (slices, blocks) in enumerate(zip(found.slices, found.blocks, strict=True))

@@ -1,1 +1,1 @@
-"""What is known of batching and paged memory, checked against a live server: expected beside got."""
+"""Facts on batching and paged memory, checked against a live server: expected beside got."""

@@ -16,7 +16,7 @@ from quire_bench.facts.live import Live
 
 
 def checks(model: Path | None) -> Checks:
-    """By the numbers of the facts that each checks, quick ones first."""
+    """Return the checks by the numbers of the facts that each checks, quick ones first."""
     return {
         ("F9",): memory.reserved_and_live,
         ("F10",): lambda live: memory.bytes_of_a_block(live, model),

@@ -68,7 +68,7 @@ def block_growth(live: Live) -> list[Fact]:
 
 
 def _static(live: Live) -> float:
-    """What static slots hold while such requests run; they must last a second for the gauge to have it."""
+    """Measure what static slots hold meanwhile; the requests must last a second for the gauge to have it."""
     longest = min(live.max_model_len - _PROMPT, 256 - _PROMPT)
     with live.watched() as seconds:
         calls = [partial(live.complete, live.prompt(_PROMPT), min(length, longest)) for length in _LONGEST_FIRST]

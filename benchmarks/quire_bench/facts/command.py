@@ -41,7 +41,7 @@ class CheckCommand:
         self.parser.add_argument("--model", type=Path, help="the served checkpoint, to compare its config's sizes")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """What is asked for; names that there are not end the process with code 2."""
+        """Parse what is asked for; unknown names end the process with code 2."""
         asked = self.parser.parse_args(argv)
         if unknown := [name for name in asked.names if name not in self._known]:
             self.parser.error(f"there is no check of {', '.join(unknown)}; known are {', '.join(self._known)}")

@@ -50,7 +50,7 @@ def not_shown(name: str, reason: str) -> Fact:
 
 
 def renamed(name: str, facts: Iterable[Fact]) -> list[Fact]:
-    """The same facts under another number: "F1 useful token slots" as "S1.3 useful token slots"."""
+    """Put facts under another number: "F1 useful token slots" as "S1.3 useful token slots"."""
     return [replace(fact, name=f"{name} {fact.name.partition(' ')[2]}") for fact in facts]
 
 

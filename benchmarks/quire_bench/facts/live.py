@@ -71,7 +71,7 @@ class Live:
     def stream(
         self, prompt: Sequence[int], num_tokens: int, began: threading.Event, name: str = "", **options: object
     ) -> None:
-        """The same as a stream that tells when its first token is there; `name`: by which the server knows it."""
+        """Complete as a stream that tells when its first token is there; `name`: by which the server knows it."""
         body = {"prompt": list(prompt), "max_tokens": num_tokens, "ignore_eos": True, "stream": True, **options}
         for _ in self.request("POST", "/v1/completions", body, request_id=name):
             began.set()
@@ -89,7 +89,7 @@ class Live:
     # -- looking
 
     def debug(self, path: str) -> dict[str, Any]:
-        """What the server tells its operator under /debug."""
+        """Read what the server tells its operator under /debug."""
         told: dict[str, Any] = json.load(self.request("GET", f"/debug/{path}", admin=True))
         return told
 
@@ -125,7 +125,7 @@ class Live:
         return lambda: self.metric(name, **labels) - before
 
     def until_idle(self) -> None:
-        """Until nothing runs. Raises BenchError where somebody else keeps it busy."""
+        """Wait until nothing runs. Raises BenchError where somebody else keeps the server busy."""
         deadline = time.monotonic() + _PATIENCE
         while self.metric("quire_requests_running") + self.metric("quire_requests_waiting"):
             if time.monotonic() > deadline:
@@ -134,7 +134,7 @@ class Live:
 
     @contextmanager
     def watched(self, seconds_after: float = 1.2) -> Iterator[list[dict[str, Any]]]:
-        """What the dashboard is told meanwhile, second by second, and for the second after."""
+        """Collect what the dashboard is told meanwhile, second by second, and for the second after."""
         told: list[dict[str, Any]] = []
         reply = self.request("GET", "/dashboard/events", admin=True)
         began, over = threading.Event(), threading.Event()

@@ -106,7 +106,7 @@ def print_faults(path: Path, classes: Sequence[str], faults: Sequence[Fault], co
 
 
 def print_runs(runs: Sequence[Served], alone: dict[str, list[int]], console: Console) -> None:
-    """What the three were worth, and where the seats went that nobody used."""
+    """Print what the three were worth, and where the seats went that nobody used."""
     table = Table(
         title=f"{len(alone)} requests, the same model, {MACHINE.num_blocks} blocks, {MACHINE.max_num_seqs} seats"
     )

@@ -22,7 +22,7 @@ PROTOCOLS = ("BlockPool", "Scheduler")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What a file does wrong: the invariant, the fault's short name, and where it was seen."""
+    """A fault in a file: the invariant, the fault's short name, and where it was seen."""
 
     of: str  # BlockPool or Scheduler
     invariant: str  # its number; empty where the code does not get that far
@@ -118,7 +118,7 @@ def _scheduler_checks(path: Path, limits: dict[str, float]) -> Iterator[tuple[st
 
 
 def _run_twice(path: Path, limits: dict[str, float], load: Load) -> None:
-    """In two processes: the same calls must make the same plans."""
+    """Run a load in two processes: the same calls must make the same plans."""
     plans = []
     for _ in range(2):
         with StudentProcess(path, **limits) as student:

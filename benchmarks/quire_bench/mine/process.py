@@ -66,7 +66,7 @@ class StudentProcess:
         self._folder.cleanup()
 
     def classes(self) -> list[str]:
-        """Which of `BlockPool` and `Scheduler` the file defines. Raises StudentError."""
+        """Return which of `BlockPool` and `Scheduler` the file defines. Raises StudentError."""
         return [str(name) for name in self._ask(do="classes")]
 
     def make(self, name: str, *args: object, **kwargs: object) -> Student:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a scheduler plans for."""
+    """The machine that a scheduler plans for."""
 
     num_blocks: int
     block_size: int
@@ -106,7 +106,7 @@ class Request:
 
 @dataclass(slots=True)
 class Counts:
-    """What a run was worth. Seats are places for sequences: `max_num_seqs` in each step."""
+    """The worth of a run, in counts. Seats are places for sequences: `max_num_seqs` in each step."""
 
     steps: int = 0
     computed_tokens: int = 0

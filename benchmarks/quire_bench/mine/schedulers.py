@@ -94,7 +94,7 @@ class ListPool:
 
 @dataclass(slots=True)
 class _Known:
-    """What a scheduler knows of a request."""
+    """The facts that a scheduler knows of a request."""
 
     num_prompt: int
     max_new_tokens: int
@@ -233,7 +233,7 @@ class OurScheduler:
         return Plan(slices=tuple(slices), preempted=planned.preempted)
 
     def ended(self, request_id: str) -> None:
-        """It knows by itself."""
+        """Do nothing: the scheduler knows by itself."""
 
     def num_free(self) -> int:
         return self._scheduler.num_free

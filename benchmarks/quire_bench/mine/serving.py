@@ -93,7 +93,7 @@ class ModelProcess:
 
 @dataclass(slots=True, kw_only=True)
 class Served:
-    """What one scheduler made of the load."""
+    """The outcome of the load under one scheduler."""
 
     name: str
     counts: Counts

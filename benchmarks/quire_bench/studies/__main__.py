@@ -50,12 +50,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _listed() -> dict[str, str]:
-    """What each study is about, by name."""
+    """Return what each study is about, by name."""
     return {name: text for name, (text, _) in (EXERCISES | WITH_DATA).items()} | {ADMISSION: _ADMISSION_TEXT}
 
 
 def _done(name: str, data: Path, console: Console) -> tuple[str, list[Check]]:
-    """What a study is about, and its numbers. Raises ConfigError where its data is missing."""
+    """Do a study; return what it is about, and its numbers. Raises ConfigError where its data is missing."""
     if name == ADMISSION:
         runs, checks = compare()
         console.print(table(runs))

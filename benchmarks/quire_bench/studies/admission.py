@@ -72,7 +72,7 @@ def squeeze() -> list[TraceRow]:
 
 
 def declared(rows: Sequence[TraceRow], max_tokens: int) -> list[TraceRow]:
-    """The same requests, whose clients set a limit and do not know the lengths."""
+    """Return the requests with a limit that clients set, who do not know the lengths."""
     return [replace(row, max_tokens=max_tokens) for row in rows]
 
 
@@ -82,7 +82,7 @@ def server(cost: str, num_blocks: int) -> Setup:
 
 
 def loads() -> list[Load]:
-    """Those that preempt, and those that have no need to."""
+    """Return loads that preempt, and loads that have no need to."""
     azure = read_trace(TRACE)
     found = [
         Load(name="thrash", rows=thrash(), setup=server(_SMALL, 128), is_ordinary=False),

@@ -1,4 +1,4 @@
-"""Who gets how much while several tenants want more than there is: services, and the largest gap between two of them.
+"""Shares of tenants that together want more than there is: services, and the largest gap between two of them.
 
 Promises: service is counted as it is given, step by step: a computed prompt token once, an output token twice, what a
 preemption makes compute again not at all.
@@ -39,7 +39,7 @@ class _Pair:
 
 @dataclass(slots=True)
 class Shares:
-    """What tenants got until the last arrival, and the largest gap in any interval in which both of a pair waited."""
+    """The service that tenants got until the last arrival, and the largest gap while both of a pair waited."""
 
     rows: Sequence[TraceRow]
     service: dict[str, float] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Shares:
 
 
 def shares(setup: Setup, rows: Sequence[TraceRow]) -> Shares:
-    """Of one run; prompts must not share prefixes."""
+    """Simulate a run and return its shares; prompts must not share prefixes."""
     found = Shares(rows)
     simulate(setup, rows, watch=found.watch)
     return found

@@ -26,7 +26,7 @@ from quire_engine.simulation.traces import TraceRow, read_trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HitRate:
-    """What a prefix cache would have found over a whole trace, its prompts one after the other.
+    """The hits that a prefix cache would have had over a whole trace, its prompts one after the other.
 
     `blocks`: the cache's size; None: all that ever were. Least recently used blocks go first, the deepest of a prompt
     before those that it stands on, as in the allocator.
@@ -115,7 +115,7 @@ def exercise_at_once() -> list[Check]:
 
 
 def exercise_staggered() -> list[Check]:
-    """The same lengths, arriving two steps apart."""
+    """Check the same lengths with arrivals two steps apart."""
     rows = rows_of(_LENGTHS, _STAGGERED)
     outcome = simulate(exercise_setup(rows), rows)
     finish = [one.ended_step for one in outcome.requests]
@@ -194,7 +194,7 @@ def tenants_shares(data: Path) -> list[Check]:
 
 
 def shared_prompts() -> list[Check]:
-    """What two choices of a mean request of ShareGPT save by sharing the prompt; closed form, and in whole blocks."""
+    """Check what two choices of ShareGPT's mean request save by sharing the prompt, closed form and in blocks."""
     prompt, output = _SHAREGPT_MEANS
     fine, coarse = SchedulerLimits(block_size=1), SchedulerLimits()
 
