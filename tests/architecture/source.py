@@ -7,7 +7,7 @@ Must not know: any rule.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -33,8 +33,13 @@ def modules() -> dict[str, Path]:
 
 
 @cache
+def text(module: str) -> str:
+    return modules()[module].read_text(encoding="utf-8")
+
+
+@cache
 def tree(module: str) -> ast.Module:
-    return ast.parse(modules()[module].read_text(encoding="utf-8"), filename=str(modules()[module]))
+    return ast.parse(text(module), filename=str(modules()[module]))
 
 
 @cache
@@ -52,6 +57,31 @@ def imports(module: str, *, when_loaded: bool = False) -> frozenset[str]:
                 submodule = f"{node.module}.{alias.name}"
                 names.add(submodule if submodule in modules() else node.module)
     return frozenset(names)
+
+
+@cache
+def loaded_by_name(module: str) -> frozenset[str]:
+    """Full names of the project's modules that a module hands to `import_module`, itself or out of its tables."""
+    if "import_module" not in text(module):
+        return frozenset()
+    nodes = ast.walk(tree(module))
+    names = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return frozenset(name for name in names if "." in name and name in modules())
+
+
+def entries(folder: str, imported: Callable[[str], frozenset[str]] = imports) -> dict[str, set[str]]:
+    """The folder's entries, each with those that it imports. Its `__init__` is an entry of its own."""
+    depth = folder.count(".") + 1
+
+    def entry(module: str) -> str:
+        return "__init__" if module == folder else module.split(".")[depth]
+
+    inside = frozenset(of(folder))
+    arrows: dict[str, set[str]] = {entry(module): set() for module in inside}
+    for module in inside:
+        mine = entry(module)
+        arrows[mine] |= {entry(name) for name in imported(module) if name in inside} - {mine}
+    return arrows
 
 
 def _loaded(node: ast.AST) -> Iterator[ast.AST]:

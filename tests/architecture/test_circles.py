@@ -11,21 +11,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from architecture.source import PACKAGES, imports, is_folder, modules, of
-
-
-def entries(folder: str) -> dict[str, set[str]]:
-    """The folder's entries, each with those that it imports. Its `__init__` is an entry of its own."""
-    depth = folder.count(".") + 1
-
-    def entry(module: str) -> str:
-        return "__init__" if module == folder else module.split(".")[depth]
-
-    arrows: dict[str, set[str]] = {entry(module): set() for module in of(folder)}
-    for module in of(folder):
-        mine = entry(module)
-        arrows[mine] |= {entry(name) for name in imports(module) if name in of(folder)} - {mine}
-    return arrows
+from architecture.source import PACKAGES, entries, is_folder, modules
 
 
 def circle(arrows: dict[str, set[str]]) -> list[str]:
