@@ -10,7 +10,7 @@ CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 .PHONY: help serve test everything kernel-test kernel-matrix schema-test draft-test test-e2e e2e-matrix client-test image-test gpu-test gpu-bench gpu-first gpu-wheels kernel-sim \
   wheel wheel-test release \
   schedule-test property-test kill-test model-matrix emulated-test damage-test format-test token-test model-sweep hostile worker-walk replica-test rank-test batch-test models-test ray-test real-models real-test real-bench soak api-fuzz audit lock sbom check format bench headline \
-  clean
+  walls clean
 
 # What most people need, and the other targets.
 HELP_FIRST := \
@@ -26,6 +26,7 @@ HELP_FURTHER := \
   "test-e2e       real servers, the openai clients, Prometheus" \
   "e2e-matrix     further model families, kills and commands that take minutes, for which others stand in test-e2e" \
   "format         format the code" \
+  "walls          where classes and modules reach into each other: private accesses, imports by name, circles" \
   "headline       against transformers' generate and static batches; an hour" \
   "model-sweep    every architecture of transformers, tiny and random, through the fallback; a quarter of an hour" \
   "client-test    SDKs, frameworks and coding agents that people use; installs them" \
@@ -385,6 +386,10 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CXX_FILES)
+
+# Needs nothing but Python. tests/architecture/test_walls.py holds the totals.
+walls:
+	@PYTHONPATH=tests $(PYTHON) -m architecture.walls
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.host_cost $(ARGS)
