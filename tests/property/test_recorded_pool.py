@@ -99,7 +99,7 @@ class Server:
         self.scheduler = Scheduler(self.config, record=self.memory, columns_from=self.columns_from)
         self.seen["taken over"] += self.scheduler.num_taken_over
         self.executor = FakeExecutor(self.config.limits.block_size, windows=self.config.windows)
-        self.executor._slots = self.slots
+        self.executor.slots = self.slots
         self.scheduler.check_invariants()
         for wanted in self.requests.values():
             known = [tuple(self.tokens[wanted.request_id, choice]) for choice in range(wanted.n)]

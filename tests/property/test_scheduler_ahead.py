@@ -207,7 +207,7 @@ class EarlyReuse(FakeExecutor):
             for index in range(item.start // self._block_size, -(-item.end // self._block_size)):
                 for offset in range(self._block_size):
                     if index * self._block_size + offset >= item.start:
-                        self._slots.pop((item.block_ids[index], offset), None)
+                        self.slots.pop((item.block_ids[index], offset), None)
         super().launch(batch)
 
 

@@ -110,7 +110,7 @@ class FakeExecutor:
         self._launched: deque[Batch] = deque()  # computed when they are collected: as late as can be
         self._sampled: dict[int, int] = {}  # by sequence id, in the last step
         self._block_size = block_size
-        self._slots: dict[tuple[int, int], int] = {}
+        self.slots: dict[tuple[int, int], int] = {}  # content by block and offset
         self._host: dict[int, list[int | None]] = {}  # the slots of each block of the host's pool
         self._chains: dict[int, list[int]] = {}  # per sequence: hash of its first 0, 1, 2, ... tokens
         self.errors: dict[int, str] = {}  # by sequence id: fails the sequence's next slice
@@ -186,7 +186,7 @@ class FakeExecutor:
     def _spoil(self, item: ScheduledSequence, result: StepResult) -> None:
         for position in range(item.start, item.end):
             for slot in self._slots_of(item, position):
-                self._slots.pop(slot, None)
+                self.slots.pop(slot, None)
         if item.wants_prompt_logprobs:
             result.prompt_logprobs[item.sequence_id] = ()
         if item.pooling:
@@ -201,18 +201,18 @@ class FakeExecutor:
         assert sources.isdisjoint(targets), "a block is read and written by the same step's copies"
         assert len(set(targets)) == len(targets), "two copies have one target"
         for source, target in batch.swap_out:
-            self._host[target] = [self._slots.get((source, offset)) for offset in range(self._block_size)]
+            self._host[target] = [self.slots.get((source, offset)) for offset in range(self._block_size)]
         for source, target in batch.swap_in:
             for offset, held in enumerate(self._host[source]):
-                self._slots.pop((target, offset), None)
+                self.slots.pop((target, offset), None)
                 if held is not None:
-                    self._slots[target, offset] = held
+                    self.slots[target, offset] = held
         for source, target in batch.copies:
             self.num_copies += 1
             for offset in range(self._block_size):
-                self._slots.pop((target, offset), None)
-                if (source, offset) in self._slots:
-                    self._slots[target, offset] = self._slots[source, offset]
+                self.slots.pop((target, offset), None)
+                if (source, offset) in self.slots:
+                    self.slots[target, offset] = self.slots[source, offset]
 
     def _known(self, item: ScheduledSequence) -> ScheduledSequence:
         """With the tokens that were PENDING at its launch. Of a sequence whose last step failed they are anything."""
@@ -230,7 +230,7 @@ class FakeExecutor:
             if item.start > position >= item.num_prompt_tokens and not item.output_token_ids:
                 # The batch does not tell this token, and a later run has computed less than the one whose blocks are
                 # found again. What follows from them shows whether they were right.
-                chain.append(self._slots[self._slots_of(item, position)[0]])
+                chain.append(self.slots[self._slots_of(item, position)[0]])
             else:
                 chain.append(extend(chain[-1], _at(item, position)))
         return chain
@@ -246,7 +246,7 @@ class FakeExecutor:
             if position < item.num_prompt_tokens or item.output_token_ids:
                 assert item.token_ids[position - item.start] == _at(item, position)
             for group, slot in enumerate(self._slots_of(item, position)):
-                self._slots[slot] = _content(chain[position + 1], group)
+                self.slots[slot] = _content(chain[position + 1], group)
 
     def _read(self, item: ScheduledSequence) -> None:
         chain = self._chain(item)
@@ -254,7 +254,7 @@ class FakeExecutor:
             slots = self._slots_of(item, position)
             for group, (slot, window) in enumerate(zip(slots, self._windows, strict=True)):
                 is_seen = window is None or position > item.start - window
-                if is_seen and self._slots.get(slot) != _content(chain[position + 1], group):
+                if is_seen and self.slots.get(slot) != _content(chain[position + 1], group):
                     raise CorruptKV(f"sequence {item.sequence_id}, position {position} of {item.end}, group {group}")
 
 

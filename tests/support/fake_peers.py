@@ -56,7 +56,7 @@ class FakePeers:
         for _ in range(min(count, len(self.fetches[name]))):
             key = self.fetches[name].pop(0)
             block = self.lender.offered[key]
-            slots = [self.lender.executor._slots.get((block, offset)) for offset in range(self._block_size)]
+            slots = [self.lender.executor.slots.get((block, offset)) for offset in range(self._block_size)]
             self._arrived.append((key, repr(slots).encode()))
             self._received += 1
 
@@ -80,7 +80,7 @@ class FakePeers:
     def place(self, payload: Payload, block: int) -> None:
         assert self.executor is not None
         for offset, held in enumerate(ast.literal_eval(bytes(payload).decode())):
-            self.executor._slots[block, offset] = held
+            self.executor.slots[block, offset] = held
 
     def name_model(self, digest: str) -> None:
         self.named = digest

@@ -44,7 +44,7 @@ class FakeStore:
         for key, block in list(self._writes.items()):
             if self._dice.random() < 0.06:
                 del self._writes[key]
-                slots = [self.executor._slots.get((block, offset)) for offset in range(self._block_size)]
+                slots = [self.executor.slots.get((block, offset)) for offset in range(self._block_size)]
                 self.kept[key] = json.dumps(slots).encode()
                 self._written += 1
 
@@ -102,4 +102,4 @@ class FakeStore:
     def place(self, payload: bytes, block: int) -> None:
         assert self.executor is not None
         for offset, held in enumerate(json.loads(payload)):
-            self.executor._slots[block, offset] = held
+            self.executor.slots[block, offset] = held

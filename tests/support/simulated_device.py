@@ -65,12 +65,12 @@ class SimulatedDevice:
         return self._host[-1]
 
     def send(self, source: Tensor, target: Tensor) -> None:
-        self._check_host(source)
+        self.check_host(source)
         self.sent += 1
         self.issue(lambda: target.copy_(source))
 
     def fetch(self, source: Tensor, target: Tensor) -> None:
-        self._check_host(target)
+        self.check_host(target)
         self.fetched += 1
         self.execute(lambda: target.fill_(0x5A))  # whatever the host reads before it waits
         self.issue(lambda: target.copy_(source))
@@ -177,7 +177,7 @@ class SimulatedDevice:
         address = tensor.untyped_storage().data_ptr()
         return any(buffer.tensor.untyped_storage().data_ptr() == address for buffer in self._host)
 
-    def _check_host(self, tensor: Tensor) -> None:
+    def check_host(self, tensor: Tensor) -> None:
         assert self.is_host(tensor), "a copy from or to memory that is not pinned"
 
 

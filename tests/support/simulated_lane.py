@@ -31,17 +31,17 @@ class SimulatedLane:
     """See `Lane`: a queue of its own, done when something that follows it is, or at once."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self.device = device
         self._queue: deque[Work] = deque()
         self.issued = self._done = 0
 
     def send(self, source: Tensor, target: Tensor) -> None:
-        self._device._check_host(source)
-        self._issue(lambda: self._device.execute(lambda: target.copy_(source)))
+        self.device.check_host(source)
+        self._issue(lambda: self.device.execute(lambda: target.copy_(source)))
 
     def fetch(self, source: Tensor, target: Tensor) -> None:
-        self._device._check_host(target)
-        self._issue(lambda: self._device.execute(lambda: target.copy_(source)))
+        self.device.check_host(target)
+        self._issue(lambda: self.device.execute(lambda: target.copy_(source)))
 
     def follow(self, event: SimulatedEvent) -> None:
         self._issue(event.pass_by)
@@ -57,7 +57,7 @@ class SimulatedLane:
     def _issue(self, work: Work) -> None:
         self._queue.append(work)
         self.issued += 1
-        if self._device.eager_lanes:
+        if self.device.eager_lanes:
             self.run_until(self.issued)
 
 
@@ -66,7 +66,7 @@ class LaneEvent:
         self._lane, self._position = lane, position
 
     def wait(self) -> None:
-        self._lane._device.waits.append("lane")
+        self._lane.device.waits.append("lane")
         self.pass_by()
 
     def pass_by(self) -> None:
