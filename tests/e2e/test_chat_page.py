@@ -229,6 +229,7 @@ def test_markdown_is_rendered_while_it_grows(page: Browser) -> None:
     fake(page, says(MARKDOWN, finish=None))
     ask(page, "Show me markdown.")
     page.until(f"{LAST}?.querySelector('table') && {LAST}.querySelector('.code')")  # before the end
+    page.until("window.goOn")
     page.run("goOn()")
     answered(page)
     count = {"strong": 1, "h4": 1, "table": 1, "td.right": 1, "ol > li": 2, ".text :not(pre) > code": 1}
@@ -245,7 +246,9 @@ def test_hostile_markdown_does_nothing(page: Browser) -> None:
     talk(page, "Attack me.", says(HOSTILE))
     body = f"{LAST}.querySelector('.text')"
     assert page.run(f"{body}.querySelectorAll('script, img, iframe, style, object, form, [style], [id]').length") == 0
-    assert page.run(f"[...{body}.querySelectorAll('a[href]')].map((one) => one.protocol)") == ["http:"]  # of the image
+    links = page.run(f"[...{body}.querySelectorAll('a[href]')].map((one) => [one.protocol, one.rel])")
+    safe = "noopener noreferrer nofollow"  # the image's, and the addresses in what is shown as text
+    assert links == [["http:", safe], ["http:", safe], ["https:", safe]]
     assert "<script>window.hit = 1</script>" in page.run(f"{body}.innerText")
     page.run(f"for (const one of {body}.querySelectorAll('*')) one.dispatchEvent(new MouseEvent('mouseover'))")
     assert page.run("typeof window.hit") == "undefined"
