@@ -5,6 +5,8 @@ Promises: every library that the tests load is checked. Must not know: which tes
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from quire_kernels.cpu import attention, context, library
@@ -15,3 +17,5 @@ library.FLAGS = (*library.FLAGS, *CHECKS)
 # Mapped memory has no borders that could be watched; allocated memory has.
 context.Arena.allocate = lambda _, num_bytes: torch.empty(num_bytes, dtype=torch.uint8)
 attention.map_huge = lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8)
+# One file of vector instructions takes the compiler minutes with both checks, more on a busy machine.
+library._build = partial(library._build, timeout=3600.0)
