@@ -90,11 +90,11 @@ everything:
 	  echo "make $$target"; $(MAKE) --no-print-directory $$target ARGS= || failed="$$failed $$target"; \
 	done; if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
 
-# The kernels on every instruction set that this machine has, by sanitizers and by Triton's interpreter.
+# The kernels on every instruction set that this machine has, and by Triton's interpreter.
 kernel-test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "kernels and not matrix and not gpu and not sim" tests/kernels $(ARGS)
 
-# The same with every row of every cross product, instead of rows that have every pair of values.
+# The same with every row of every cross product, instead of rows that have every pair of values, and under sanitizers.
 kernel-matrix: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "kernels and not gpu and not sim" tests/kernels $(ARGS)
 
