@@ -57,11 +57,11 @@ from quire_engine.execution.memory import PoolMemory, pool_memory
 from quire_engine.execution.models.checkpoint import fingerprint
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.decoder import Decoder
-from quire_engine.execution.models.found import FoundModel, find_model, is_bidirectional, why_no_text
+from quire_engine.execution.models.found import find_model, is_bidirectional, why_no_text
 from quire_engine.execution.models.parameters import Parameters, WeightMemory
 from quire_engine.execution.models.served import ModelFacts, ServedModel, Wanted
 from quire_engine.execution.numerics import Facts, numeric_facts, numerics_name
-from quire_engine.execution.optional_paths import Shown, shown_here, unchecked
+from quire_engine.execution.optional_paths import shown_here, unchecked
 from quire_engine.execution.parallel.checks import check_kept, check_ranks
 from quire_engine.execution.parallel.devices import DeviceRanks
 from quire_engine.execution.parallel.model import Leader
@@ -588,9 +588,8 @@ def resolve(
     `beside`: the kernels of another model, which compute this one too where they can. `rank`: of the configured ones.
     """
     config.limits.check()
-    config = with_threads(config)
     ranks = config.tensor_parallel_size
-    found = find_model(config)
+    found = find_model(with_threads(config))
     model, config = found.facts, found.asked
     check_model_len(config.max_model_len, model.max_position_embeddings)
     device = _device(config)
@@ -598,7 +597,8 @@ def resolve(
     parameters = found.parameters(Path(config.model))
     num_threads = (config.num_threads or usable_cores()) // ranks
     shown = shown_here(config, found, device, dtype, tell) if check_kernels else unchecked(config)
-    config, kernels, replaced_ops = _shown_kernels(shown, found, device, dtype, num_threads, tell, beside)
+    config = shown.config
+    kernels, replaced_ops = shown.repaired(select_kernels(config, found, device, dtype, num_threads, tell, beside))
     check_ranks(config, model, kernels, device, found.implementation)
     config, speculation = own_speculation(config, device, has_states=found.state_bytes > 0)
     check_planning_ahead(config.async_scheduling, kernels, device)
@@ -637,20 +637,6 @@ def resolve(
         rank=Rank(rank, ranks),
     )
     return _with_guesser(resolved)
-
-
-def _shown_kernels(  # noqa: PLR0917 - the inputs of the choice
-    shown: Shown,
-    found: FoundModel,
-    device: torch.device,
-    dtype: torch.dtype,
-    num_threads: int,
-    tell: Tell,
-    beside: KernelSet | None,
-) -> tuple[EngineConfig, KernelSet, tuple[str, ...]]:
-    """The configuration and the kernels that serve with what the device has shown, and the replaced ops."""
-    kernels = found.over(select_kernels(shown.config, found, device, dtype, num_threads, tell, beside))
-    return shown.config, *shown.repaired(kernels)
 
 
 def _host_blocks(config: EngineConfig, bytes_per_block: int, device: torch.device) -> int:

@@ -228,9 +228,9 @@ def select_kernels(  # noqa: PLR0917 - the inputs of the choice
     tell: Tell,
     beside: KernelSet | None,
 ) -> KernelSet:
-    """The kernel set that the settings name, or the best one for the machine. Raises ConfigError."""
+    """The model's kernel set: the one that the settings name, or the best for the machine. Raises ConfigError."""
     try:
-        return select(
+        kernels = select(
             device,
             dtype,
             config.kernels,
@@ -247,3 +247,4 @@ def select_kernels(  # noqa: PLR0917 - the inputs of the choice
     except ValueError as error:
         asked = "" if config.attention == "auto" else f", attention={config.attention}"
         raise ConfigError(f"kernels={config.kernels}{asked}: {error}") from None
+    return found.over(kernels)
