@@ -1,4 +1,4 @@
-"""What is part of `make kernel-test`: matrices of instruction sets, sanitizers, simulators. The rest is `make test`.
+"""What is part of `make kernel-test`: matrices of instruction sets, simulators. The rest is `make test`.
 
 Of a test with many rows, rows that have every pair of values are part of it; `make kernel-matrix` takes all.
 Promises: a new file here is part of `make kernel-test` until it is named below; the longest test begins first.

@@ -118,9 +118,8 @@ def shown_here(config: EngineConfig, found: FoundModel, device: torch.device, dt
         _log.info("the kernels were checked in %.1f s", time.perf_counter() - started)
     known = config.left_out_paths
     if known is None:
-        kept = (
-            asked_paths(config) if why_none else ()
-        )  # a setting that was asked for goes only where it is known to fail
+        # A path that a setting asks for is left out only where it is known to fail.
+        kept = asked_paths(config) if why_none else ()
         known = tuple(name for name in NAMES if verdict.paths.get(name) != "" and name not in kept)
     return Shown(config=without_paths(replace(config, left_out_paths=known)), verdict=verdict, why_none=why_none)
 
