@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence as Values
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from quire_engine.scheduling.account import Account
 from quire_engine.scheduling.fairness import Accounts
@@ -38,7 +38,12 @@ class TenantShares:
     @property
     def are_divided(self) -> bool:
         """Whether groups of several tenants run or wait."""
-        return len(self._weights()) > 1
+        if not self.are_kept:
+            return False
+        groups = chain(self._roster.running, self._roster.waiting)
+        payers = (group.payer for group in groups if group.payer is not None)
+        first = next(payers, None)
+        return any(payer is not first for payer in payers)
 
     def is_owed(self, group: Group, need: int) -> bool:
         """Whether a waiting group, which would take `need` blocks, stays within its tenant's share."""
