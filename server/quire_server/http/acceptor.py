@@ -49,13 +49,8 @@ class Acceptor:
 
         `most_waiting`: connections that may wait here for their turn; further ones wait in the system.
         """
-        self._sock, self._protocol, self._turns, self._tls, self._most_waiting = (
-            sock,
-            protocol,
-            turns,
-            tls,
-            most_waiting,
-        )
+        self._sock, self._protocol, self._turns = sock, protocol, turns
+        self._tls, self._most_waiting = tls, most_waiting
         self._loop = asyncio.get_running_loop()
         self._waiting: set[socket.socket] = set()
         self._opening: set[asyncio.Task[None]] = set()
@@ -86,7 +81,7 @@ class Acceptor:
         await asyncio.gather(*opening, return_exceptions=True)
 
     def _read(self) -> None:
-        if not self._is_reading and not self._is_closed:
+        if not self._is_reading and not self._is_closed and self._pause is None:
             self._is_reading = True
             self._loop.add_reader(self._sock.fileno(), self._accept)
 
@@ -124,7 +119,11 @@ class Acceptor:
     def _rest(self, error: OSError) -> None:
         log.error("no connection can be accepted: %s", error.strerror)
         self._stop_reading()
-        self._pause = self._loop.call_later(_PAUSE_SECONDS, self._read)
+        self._pause = self._loop.call_later(_PAUSE_SECONDS, self._go_on)
+
+    def _go_on(self) -> None:
+        self._pause = None
+        self._read()
 
     def _has_spoken(self, sock: socket.socket) -> None:
         self._loop.remove_reader(sock)

@@ -41,6 +41,10 @@ class _TakenTurns(Turns):
     def is_free(self) -> bool:
         return False
 
+    def give(self) -> None:
+        """Give a turn to who has waited longest."""
+        self._new.popleft()()
+
 
 async def _accepting(listening: socket.socket, turns: Turns) -> tuple[Acceptor, asyncio.Queue[bool]]:
     listening.bind(("127.0.0.1", 0))
@@ -68,6 +72,37 @@ def test_it_is_tried_again_where_no_file_can_be_opened(
     assert [record.getMessage() for record in caplog.records] == [
         "no connection can be accepted: Too many open files"
     ] * 2
+
+
+def test_a_turn_that_comes_while_no_file_can_be_opened_does_not_try_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(acceptor, "_PAUSE_SECONDS", 3600.0)
+
+    async def run() -> None:
+        turns = _TakenTurns()
+        with _Listening() as listening:
+            listening.failures = 0
+            accepting, made = await _accepting(listening, turns)
+            with socket.create_connection(listening.getsockname()) as first:
+                first.sendall(b"POST / HTTP/1.1\r\n")
+                while not turns.num_waiting:  # noqa: ASYNC110 - a few turns of the loop
+                    await asyncio.sleep(0)
+                listening.failures = 5
+                with socket.create_connection(listening.getsockname()):
+                    while listening.failures == 5:  # noqa: ASYNC110
+                        await asyncio.sleep(0)
+                    turns.give()
+                    assert await made.get()
+                    for _ in range(5):
+                        await asyncio.sleep(0.001)
+                    assert listening.failures == 4
+                    accepting.close()
+                    await accepting.wait_closed()
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(run())
+    assert len(caplog.records) == 1
 
 
 def test_who_waits_is_dropped_at_the_end() -> None:
