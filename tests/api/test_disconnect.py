@@ -75,7 +75,7 @@ async def test_cancelling_the_handler_cancels_the_work() -> None:
 
     async def work() -> None:
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()  # for ever
         finally:
             ended.set()
 

@@ -190,7 +190,7 @@ async def test_the_connection_serves_the_next_request_whatever_body_was_left() -
 
 async def test_the_connection_closes_where_too_much_of_the_body_is_still_to_come() -> None:
     engine = FakeEngine()
-    app = make_app(make_state(engine=engine, max_queued_sequences=1))
+    app = make_app(make_state(engine=engine, max_queued_sequences=1, body_timeout=3600, timeout_keep_alive=3600))
     async with listening(app) as server, connect(app) as other:
         first = await fill(engine, other)
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)

@@ -505,6 +505,7 @@ def test_escape_stops_here_and_there_and_the_arrow_brings_back(page: Browser, se
         "window.real = fetch; window.fetch = (path, options) => real(path, path.includes('chat/') ? {...options, body:"
         " JSON.stringify({...JSON.parse(options.body), ignore_eos: true, max_tokens: 2000})} : options)"
     )
+    before = server.metric("quire_requests_total", outcome="abort")
     ask(page, "Tell me a story.")
     page.until(f"{LAST}?.querySelector('.text').innerText.length > 40")
     assert page.run("document.getElementById('send').hidden && !document.getElementById('stop').hidden")
@@ -512,6 +513,7 @@ def test_escape_stops_here_and_there_and_the_arrow_brings_back(page: Browser, se
     answered(page)
     assert "stopped" in page.run(f"{LAST}.querySelector('.stats').innerText")
     server.wait_idle()
+    assert server.metric("quire_requests_total", outcome="abort") == before + 1, "there"
     page.press("ArrowUp")
     assert page.run("document.getElementById('text').value") == "Tell me a story."
     page.press("ArrowDown")

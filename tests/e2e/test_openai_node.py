@@ -37,4 +37,5 @@ def test_stream_abort_and_errors() -> None:
         assert seen["chunksBeforeAbort"] >= 3
         assert seen["code"] == "model_not_found"
         server.wait_idle()
+        assert server.metric("quire_requests_total", outcome="abort") == 1, "it did not run to its end"
         assert server.metric("quire_requests_total", outcome="abort") == 1

@@ -142,9 +142,11 @@ def test_rate_limit_error_carries_retry_after(server: Served) -> None:
 
 
 def test_breaking_off_a_stream_frees_its_seat(server: Served, api: openai.OpenAI) -> None:
+    before = server.metric("quire_requests_total", outcome="abort")
     stream = api.completions.create(
         model="quire-demo", prompt="Hello", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     stream.close()
     server.wait_idle()
+    assert server.metric("quire_requests_total", outcome="abort") == before + 1, "it did not run to its end"

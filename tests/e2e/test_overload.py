@@ -116,5 +116,5 @@ def test_a_second_signal_aborts_at_once() -> None:
         assert seen.errors
         assert await asyncio.to_thread(server.process.wait, 10) == 0
 
-    with Served() as server:
+    with Served("--drain-timeout", "3600") as server:
         asyncio.run(body(server))

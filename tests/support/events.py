@@ -57,7 +57,7 @@ def finishes(events: list[dict]) -> dict[int, tuple[str, object]]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let others run until it holds, for at most five seconds."""
+    """Let others run until the condition holds."""
     async with asyncio.timeout(300):
         while not condition():  # noqa: ASYNC110 - the condition is a test's, nobody signals it
             await asyncio.sleep(0.001)

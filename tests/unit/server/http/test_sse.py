@@ -15,6 +15,7 @@ from quire_server.http.sse import DONE, KEEP_ALIVE, EventStream, WriteClock, Wri
 from support.asgi_exchange import Exchange
 
 LAST = b"event: over\ndata: {}\n\n"  # how a dialect without DONE may end its streams
+LONG = 3600.0  # seconds, far beyond every wait here
 
 
 class Frames:
@@ -95,7 +96,7 @@ def test_an_item_without_frames_is_not_written() -> None:
 
 def test_a_client_that_leaves_closes_the_frames_at_once() -> None:
     async def run() -> None:
-        frames, server = Frames(b"data: 1\n\n", 30.0), Exchange()
+        frames, server = Frames(b"data: 1\n\n", LONG), Exchange()
         task = serve(frames, server)
         await asyncio.sleep(0.01)
         server.leaves.set()
@@ -107,7 +108,7 @@ def test_a_client_that_leaves_closes_the_frames_at_once() -> None:
 
 def test_a_client_that_leaves_before_the_first_frame() -> None:
     async def run() -> None:
-        frames, server = Frames(30.0), Exchange()
+        frames, server = Frames(LONG), Exchange()
         task = serve(frames, server)
         await asyncio.sleep(0.01)
         server.leaves.set()
@@ -187,7 +188,7 @@ def test_a_later_error_is_sent_and_then_the_end(error: Exception, text: bytes) -
 
 def test_a_cancelled_reply_closes_the_frames() -> None:
     async def run() -> None:
-        frames, server = Frames(b"data: 1\n\n", 30.0), Exchange()
+        frames, server = Frames(b"data: 1\n\n", LONG), Exchange()
         task = serve(frames, server)
         await asyncio.sleep(0.01)
         task.cancel()
