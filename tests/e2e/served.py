@@ -16,8 +16,8 @@ from types import TracebackType
 import httpx
 import psutil
 
-START_SECONDS = 60.0
-STOP_SECONDS = 40.0
+START_SECONDS = 300.0
+STOP_SECONDS = 300.0
 PYTHON = "SERVER_PYTHON"  # names the interpreter; to a server it would be a setting that there is not
 LIMITED = Path(__file__).parents[1] / "support" / "limited_serve.py"
 _ADDRESS = re.compile(r"Uvicorn running on (https?://127\.0\.0\.1:\d+)")

@@ -90,7 +90,7 @@ def test_run_batch_goes_on_where_it_was(tmp_path: Path) -> None:
     output, state = tmp_path / "out.jsonl", tmp_path / "out.jsonl.state"
     files = ("-i", write(tmp_path / "in.jsonl", requests), "-o", output, "--model", MODEL)
     first = run_batch(*files)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not (state / "batches.sqlite-wal").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(1.0)

@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 
 from e2e.served import Served
 from quire_bench.results import Results
+from support.processes import inheriting
 
 pytestmark = pytest.mark.e2e
 
 
-def bench(*argv: str) -> subprocess.CompletedProcess[str]:
+MARK = "BENCH_RUN"
+
+
+def bench(*argv: str, mark: str = "") -> subprocess.CompletedProcess[str]:
+    """`mark`: a value that all it starts inherit, by which they are told from those of other tests."""
     command = [sys.executable, "-m", "quire_server.cli", "bench", *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, MARK: mark}, check=False)
 
 
 def test_our_own_server_a_peer_and_a_baseline(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
+    mark = uuid.uuid4().hex
     with Served("--kv-memory", "32MiB") as peer:
-        before = set(psutil.pids())
         done = bench(
             *("--against", f"{peer.url},peer", "--baseline", "static", "--concurrency", "1,2,4", "--requests", "4"),
             *("--input", "16", "--output", "4-12", "--repeat", "2"),
             *("--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")),
             *("--", "--kv-memory", "32MiB", "--num-threads", "1"),
+            mark=mark,
         )
-        left = [
-            process
-            for pid in set(psutil.pids()) - before
-            if psutil.pid_exists(pid) and (process := psutil.Process(pid)).ppid() == 1
-        ]
+        left = inheriting(MARK, mark)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    assert not [process for process in left if "quire" in " ".join(process.cmdline())]
+    assert left == [], "what the command had started has outlived it"
     results = msgspec.json.decode((tmp_path / "r.json").read_bytes(), type=Results)
     assert [info.name for info in results.servers] == ["quire", "peer", "static"]
     for result in results.points:

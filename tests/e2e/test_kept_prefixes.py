@@ -30,7 +30,7 @@ def ask(server: Served, *question: int) -> tuple[list[int], int]:
 
 def kept(server: Served) -> float:
     """The blocks in files, once all of the prompt's are there."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while (count := server.metric("quire_kept_kv_blocks")) < BLOCKS and time.monotonic() < deadline:
         time.sleep(0.05)
     return count

@@ -45,7 +45,7 @@ def complete(server: Served, number: int, **fields: Any) -> None:
 
 def agrees(server: Served, subscriber: Subscriber, replica: str = "") -> int:
     """Wait until both have the same blocks; returns how many."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while True:
         subscriber.drained(50)
         query = {"names": "true", **({"replica": replica} if replica else {})}

@@ -8,15 +8,16 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import pytest
 
 from e2e.served import Served
 from replicas.__main__ import FLAGS, cpu_variant, replicas
 from replicas.streams import Said, differences, reached, streams
+from support.processes import children_running, lives
 
 pytestmark = pytest.mark.e2e
 
+RANK = "quire_engine.process.rank"
 NUM_STREAMS = 56
 
 
@@ -29,8 +30,7 @@ def alone() -> tuple[list[Said], tuple[str, ...]]:
 
 def ranks_of(server: Served) -> list[int]:
     """The ranks beside the engine process that runs now."""
-    children = server.engine().children()
-    return [child.pid for child in children if "quire_engine.process.rank" in child.cmdline()]
+    return [child.pid for child in children_running(server.engine().pid, RANK)]
 
 
 def test_a_kill_of_a_rank_is_not_seen_by_any_client(alone: Any) -> None:
@@ -47,7 +47,7 @@ def test_a_kill_of_a_rank_is_not_seen_by_any_client(alone: Any) -> None:
         (second,) = ranks_of(server)
         assert second != first
     for pid in (first, second):
-        assert not psutil.pid_exists(pid), "a rank is left behind"
+        assert not lives(pid), "a rank is left behind"
 
 
 def test_four_ranks_and_their_weights_in_int4(alone: Any) -> None:
@@ -63,11 +63,7 @@ def test_a_kill_of_one_replica_s_rank_moves_its_streams(alone: Any) -> None:
     beside = ("--replicas", "2", "-tp", "2", "--num-threads", "4")
     with Served(*FLAGS, *alone[1], *beside) as server:
         engines = [row["pid"] for row in replicas(server)]
-        (rank,) = (
-            child.pid
-            for child in psutil.Process(engines[0]).children()
-            if "quire_engine.process.rank" in child.cmdline()
-        )
+        (rank,) = (child.pid for child in children_running(engines[0], RANK))
 
         async def kill(share: Callable[[], float]) -> None:
             await reached(share, 0.4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from e2e.served import Served
@@ -14,6 +13,7 @@ from several.server import order as model_order
 from several.server import row
 from support.adapters import write_adapter
 from support.checkpoints import make_checkpoint
+from support.processes import children_running, lives
 
 pytestmark = pytest.mark.e2e
 
@@ -51,11 +51,7 @@ def test_adapters_and_ranks_of_two_models(tmp_path: Path) -> None:
                 assert ids(reply) == expected[name if name.startswith("a") else "one"], name
         assert [row(server, name)["state"] for name in models] != ["loaded", "loaded"]
         assert model_order(server, "load", "one").status_code == 200
-        ranks = [
-            child.pid
-            for child in psutil.Process(row(server, "one")["pid"]).children()
-            if "quire_engine.process.rank" in child.cmdline()
-        ]
+        ranks = [child.pid for child in children_running(row(server, "one")["pid"], "quire_engine.process.rank")]
         assert len(ranks) == 1
         # By an order while the model has no engine, for the model that is named.
         load = {"lora_name": "a2", "lora_path": str(adapters["a2"])}
@@ -65,7 +61,7 @@ def test_adapters_and_ranks_of_two_models(tmp_path: Path) -> None:
         assert order(server, "load", **load, base_model_name="two").status_code == 200
         assert httpx.get(server.url + "/v1/models/a2", timeout=60).json()["parent"] == "two"
         assert ids(complete(server, "a2")) == expected["a2"]
-        assert not any(psutil.pid_exists(pid) for pid in ranks), "a rank is left behind"
+        assert not any(lives(pid) for pid in ranks), "a rank is left behind"
         # A stream of an adapter is held while its model has no engine, and goes on with the same tokens.
         long = httpx.post(server.url + "/v1/completions", json=body("a2", tokens=200), timeout=120)
         with httpx.stream(

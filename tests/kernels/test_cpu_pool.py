@@ -32,7 +32,7 @@ def test_workers_do_not_take_the_core_from_woken_threads():
     kernels = cpu_kernel_set(3)
     workers = [int(task) for task in set(os.listdir("/proc/self/task")) - before]
     assert len(workers) >= 2, kernels
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline and {os.sched_getscheduler(worker) for worker in workers} != {os.SCHED_BATCH}:
         time.sleep(0.01)
     assert {os.sched_getscheduler(worker) for worker in workers} == {os.SCHED_BATCH}
@@ -55,7 +55,7 @@ def test_workers_keep_off_the_callers_core_and_the_caller_may_go_on_anywhere():
     kernels, workers = workers_of(2)
     if len(all_cores) < 2:
         pytest.skip("one core")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         run_something(kernels)
         if all(len(os.sched_getaffinity(worker)) == len(all_cores) - 1 for worker in workers):

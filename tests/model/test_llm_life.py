@@ -49,7 +49,7 @@ def soon(action: Callable[[], None], llm: LLM) -> threading.Thread:
     """Do it once the engine computes something."""
 
     def wait() -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not state_of(llm).client.in_flight and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(0.05)

@@ -110,7 +110,7 @@ def weights(built: BuiltEngine) -> dict[str, torch.Tensor]:
 
 
 def wait_for_file(folder: Path) -> Path:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         if found := list(folder.glob("*.packed")):
             return found[0]

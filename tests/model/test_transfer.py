@@ -77,7 +77,7 @@ class Side:
 
     def leased(self) -> int:
         """After a moment in which what has ended is noticed."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while self.stats.leased_blocks and time.monotonic() < deadline:
             time.sleep(0.01)
         return self.stats.leased_blocks

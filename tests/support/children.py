@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.processes import inheriting
+
 _MARK = "CHILD_RUN"  # a variable that a child's own children inherit, by which they are found
 _KILLED_SECONDS = 10.0  # a killed process that a driver holds is left behind after this time
 
@@ -79,22 +81,10 @@ class Children:
 
 def _kill_marked(mark: str) -> None:
     """Kill the processes that carry a mark, until none is left that is not already dying."""
-    wanted = f"{_MARK}={mark}".encode()
     for _ in range(5):  # a process may fork while it is looked for
-        found = [pid for pid in _own_processes() if _carries(pid, wanted)]
+        found = inheriting(_MARK, mark)
         if not found:
             return
         for pid in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-
-
-def _own_processes() -> list[int]:
-    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and int(path.name) != os.getpid()]
-
-
-def _carries(pid: int, wanted: bytes) -> bool:
-    try:
-        return wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # another user's, or gone; that of a zombie is empty
-        return False

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import psutil
 
+from support.processes import lives
 from walk.scene import HUGE, SCHEMA, Scene, chat
 
 FAULTS = ("kill", "stop", "exception", "slow", "full disk")
@@ -92,13 +93,7 @@ async def _main_killed(scene: Scene) -> None:
     children = psutil.Process(scene.server.process.pid).children(recursive=True)
     scene.server.process.kill()
     scene.server.process.wait()
-    await scene.until("the end of all children", lambda: not any(_lives(each) for each in children), 10.0)
-
-
-def _lives(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    return False
+    await scene.until("the end of all children", lambda: not any(lives(each.pid) for each in children), 10.0)
 
 
 async def _main_stopped(scene: Scene) -> None:
@@ -277,7 +272,7 @@ async def _supervision_fails(scene: Scene) -> None:
     (await scene.process(ENGINE)).kill()
     await scene.until("the server's end", lambda: scene.server.process.poll() is not None)
     assert scene.server.process.returncode != 0
-    await scene.until("the end of all children", lambda: not any(_lives(each) for each in children), 10.0)
+    await scene.until("the end of all children", lambda: not any(lives(each.pid) for each in children), 10.0)
 
 
 async def _learn(scene: Scene) -> None:

@@ -19,6 +19,7 @@ import psutil
 from e2e.served import Served
 from e2e.streams import Streamed, client, gather, stream
 from hostile.row import Row
+from support.processes import children_running
 
 SMALL = "--max-num-seqs", "8", "--kv-memory", "32MiB"
 GARBAGE = "--enable-fault-injection", "ipc.garbage@40", *SMALL
@@ -97,8 +98,7 @@ async def stopped_engine(server: Served) -> str:
 
 async def stopped_worker(server: Served) -> str:
     """SIGSTOP to the processes that render chat templates, then four chats."""
-    children = psutil.Process(server.process.pid).children()
-    workers = [child for child in children if "template_worker.py" in " ".join(child.cmdline())]
+    workers = children_running(server.process.pid, "template_worker.py")
     assert workers
     async with client(server.url) as http:
         (await http.post("/v1/chat/completions", json=_chat())).raise_for_status()

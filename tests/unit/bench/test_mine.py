@@ -15,6 +15,7 @@ from quire_bench.mine.referee import BLOCKS, COULD, NOBODY, Arrival, Broken, Mac
 from quire_bench.mine.schedulers import ListPool, OurScheduler, PlainScheduler, StaticScheduler
 from quire_bench.mine.serving import MACHINE as SERVED
 from quire_bench.mine.serving import serving_load
+from support.processes import lives
 
 STUDENTS = Path(__file__).parents[2] / "support" / "students"
 RIGHT = sorted(STUDENTS.glob("*.py"))
@@ -201,17 +202,10 @@ def test_a_students_process_is_apart_and_gone_at_the_end(tmp_path: Path):
         with pytest.raises(StudentError, match="MemoryError"):
             pool.call("eat")
     assert not Path(folder).exists()
-    deadline = time.monotonic() + 60.0
-    while any(is_alive(pid) for pid in pids):
+    deadline = time.monotonic() + 300
+    while any(lives(pid) for pid in pids):
         assert time.monotonic() < deadline, "a killed process takes a moment to go"
         time.sleep(0.02)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize(

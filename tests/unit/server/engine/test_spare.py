@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,22 +14,19 @@ import pytest
 from quire_server.engine import supervisor as supervisor_module
 from quire_server.engine.process import EngineProcess
 from quire_server.engine.supervisor import EngineState, Spare, Supervisor
+from support.processes import children_running
 from support.supervising import FAKE, expected, reached, request, run, supervised
 
 
 def waiting(supervisor: Supervisor) -> psutil.Process | None:
     """The child that is not the engine."""
-    mine = [child for child in psutil.Process().children() if "fake_engine" in _command(child)]
-    others = [child for child in mine if child.pid != supervisor.pid]
+    others = [child for child in engines() if child.pid != supervisor.pid]
     assert len(others) <= 1
     return others[0] if others else None
 
 
-def _command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:  # it has ended, and nobody has asked for its exit code yet
-        return ""
+def engines() -> list[psutil.Process]:
+    return children_running(os.getpid(), Path(FAKE[1]).name)
 
 
 async def appeared(supervisor: Supervisor, *, but: int = 0) -> psutil.Process:
@@ -149,8 +147,7 @@ def test_one_is_shared_by_several_supervisors() -> None:
 async def appeared_beside(*supervisors: Supervisor) -> psutil.Process:
     async with asyncio.timeout(300):
         while True:
-            mine = [child for child in psutil.Process().children() if "fake_engine" in _command(child)]
-            others = [child for child in mine if child.pid not in {each.pid for each in supervisors}]
+            others = [child for child in engines() if child.pid not in {each.pid for each in supervisors}]
             if others:
                 return others[0]
             await asyncio.sleep(0.005)

@@ -18,6 +18,7 @@ from quire_server.text import grammar_check
 from quire_server.text.grammar_check import Grammar, GrammarCheck
 from support.grammar_bombs import BOMBS
 from support.grammars import verdict
+from support.processes import children_running
 
 pytestmark = pytest.mark.anyio
 
@@ -55,8 +56,7 @@ async def refusal(check: GrammarCheck, rules: str, client: str = "") -> str:
 
 
 def processes() -> list[psutil.Process]:
-    children = psutil.Process(os.getpid()).children()
-    return [child for child in children if "grammar_worker.py" in " ".join(child.cmdline())]
+    return children_running(os.getpid(), "grammar_worker.py")
 
 
 async def test_rules_pass_as_they_are(check: GrammarCheck):

@@ -19,6 +19,7 @@ from quire_engine.errors import ModelLoadError
 from quire_server.errors import ApiError, BadRequest, ContextLengthExceeded, NotReady
 from quire_server.text.prompt import ChatTemplate
 from support.chat_templates import CHAT, CHATML, TOKENIZER, templates
+from support.processes import children_running, lives
 
 
 @pytest.fixture
@@ -147,7 +148,7 @@ def test_a_stopped_process_is_replaced_and_costs_one_chat_a_moment(make) -> None
             start = time.monotonic()
             assert template.render(messages) == messages[0]["content"]
             assert time.monotonic() - start < 30
-            assert not _runs(stopped[-1].pid) or not _runs(stopped[0].pid)
+            assert not lives(stopped[-1].pid) or not lives(stopped[0].pid)
         finally:
             for child in _template_processes():
                 child.resume()
@@ -178,17 +179,10 @@ def test_a_process_ends_with_a_parent_that_had_no_time_to_stop_it() -> None:
         [sys.executable, "-c", script, str(tests), str(tests.parents[2])], capture_output=True, text=True, check=False
     )
     pid = int(done.stdout)
-    deadline = time.monotonic() + 60
-    while _runs(pid):
+    deadline = time.monotonic() + 300
+    while lives(pid):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _status(template: ChatTemplate) -> int:
@@ -200,5 +194,4 @@ def _status(template: ChatTemplate) -> int:
 
 
 def _template_processes() -> list[psutil.Process]:
-    children = psutil.Process(os.getpid()).children()
-    return [child for child in children if "template_worker.py" in " ".join(child.cmdline())]
+    return children_running(os.getpid(), "template_worker.py")

@@ -17,6 +17,7 @@ from quire_server.text.text_threads import HUGE, LARGE_CHARS, LARGE_IDS, TextBud
 from quire_server.text.tokenizer import TextTokenizer
 from quire_server.text.tokenizer_process import TokenizerGone, TokenizerProcess
 from support.fake_tokenizer import write_tokenizer
+from support.processes import lives
 from support.sample_tokenizers import TEXT, byte_level, sentencepiece
 
 pytestmark = pytest.mark.anyio
@@ -34,11 +35,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 async def gone(pid: int | None) -> bool:
-    for _ in range(400):
-        if pid is None or not psutil.pid_exists(pid):
-            return True
-        await asyncio.sleep(0.01)
-    return False
+    async with asyncio.timeout(300):
+        while pid is not None and lives(pid):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return True
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
