@@ -16,23 +16,27 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import pytest
+import torch
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from architecture.source import ROOT
 from architecture.test_contributing import LOOKS_LIKE_A_PATH, section
 from quire_engine import config
+from quire_engine.execution.models import config as models_config
 from quire_engine.execution.models import families
 from quire_engine.execution.models.config import load_model_config
-from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerLimits
-from quire_engine.scheduling.policies import Policies, policies_for
+from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, VictimName
+from quire_engine.scheduling.policies import VICTIMS, Policies, policies_for
 from quire_engine.types import SamplingParams
 from quire_kernels import kernel_set
+from quire_kernels.cpu.linear import GATES
 from quire_kernels.cpu.packing import KINDS
 from quire_kernels.cpu.stored import STACKED, STORED_KINDS
 from quire_kernels.cpu.variants import VARIANTS
 from quire_kernels.kernel_set import KernelSet
 from quire_kernels.reference import REFERENCE
+from quire_kernels.reference.linear import gated
 from quire_kernels.select import PROVIDERS
 from quire_server import app, flags
 from quire_server.answering.answer import answer
@@ -51,6 +55,7 @@ from quire_server.metrics.metric_values import Values
 from quire_server.settings import REMOVED, Settings
 from quire_server.settings import fields as settings_fields
 from quire_server.settings.values import PositiveSeconds, option
+from quire_server.state import state_of
 from quire_server.text.parsing import formats
 from support.exposition import Scrape
 from support.fake_tokenizer import load_tokenizer
@@ -93,7 +98,8 @@ def test_there_is_a_recipe_for_everything_that_is_often_added():
     assert {name_of(line) for line in RECIPES} >= {
         *("a sampling parameter", "a metric", "an alert", "a setting", "a limit of the scheduler", "a dialect"),
         *("a format of tool calls", "an order of the queue", "a model family", "an op", "a kernel set"),
-        *("an instruction set", "a kind of weight"),
+        *("an instruction set", "a kind of weight", "an activation", "a plain route", "a metric of the engine"),
+        "a victim of preemption",
     }
 
 
@@ -226,6 +232,39 @@ def test_a_dialect_is_a_folder_and_its_router(monkeypatch: pytest.MonkeyPatch):
             assert "/v1/naps" in (await client.get("/openapi.json")).json()["paths"]
 
     asyncio.run(ask())
+
+
+@naps.get("/naps")
+async def show_naps(request: Request) -> dict[str, int]:
+    return {"naps": state_of(request).in_flight}
+
+
+def test_a_plain_route_is_a_function_and_needs_a_key(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(app, "ROUTERS", (*app.ROUTERS, naps))
+
+    async def ask() -> None:
+        async with connect(make_app(api_key=("k",))) as client:
+            assert (await client.get("/naps")).status_code == 401
+            reply = await client.get("/naps", headers={"x-api-key": "k"})
+            assert (reply.status_code, reply.json()) == (200, {"naps": 0})
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("name", get_args(VictimName))
+def test_a_victim_is_chosen_by_its_name(name: VictimName):
+    assert isinstance(policies_for(SchedulerLimits(preemption_victim=name)).victim, VICTIMS[name])
+    assert flags.parse_flags(["--preemption-victim", name]).limits.preemption_victim == name
+
+
+def test_an_activation_has_one_name_and_one_number():
+    header = (CSRC / "gemm" / "gemm.h").read_text("utf-8")
+    numbers = {name: int(number) for name, number in re.findall(r"k(\w+)Mul = (\d)", header)}
+    assert numbers == {"".join(map(str.capitalize, gate.name[:-4].split("_"))): gate for gate in GATES.values()}
+    names = set(get_args(kernel_set.Activation))
+    assert set(GATES) == set(get_args(models_config.Activation)) == names
+    x = torch.linspace(-3.0, 3.0, 16)
+    assert len({tuple(gated(x, x, name).tolist()) for name in names}) == len(names), "each has its definition"
 
 
 @pytest.mark.parametrize("name", get_args(PolicyName))
