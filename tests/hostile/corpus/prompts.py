@@ -129,7 +129,7 @@ def _shapes(facts: Facts) -> Iterator[Case]:
     tool: dict[str, object] = {"type": "function", "function": {"name": "f"}}
     for tools in ([tool] * 1025, [tool, tool], [{}], [{"type": "web_search"}], [{"type": "function"}], "a", [None]):
         yield facts.chat("shapes", f"tools = {shown(tools)}", {"tools": tools}, REFUSED)
-    for name in ("", "a b", "a" * 65, "\u00e9", "a/b", "\x00", 1):
+    for name in ("", "a b", "a" * 257, "\u00e9", "a/b", "\x00", 1):
         changes: dict[str, object] = {"tools": [{"type": "function", "function": {"name": name}}]}
         yield facts.chat("shapes", f"a tool called {shown(name)}", changes, REFUSED)
     for choice in ("any", {"type": "function"}, {"type": "function", "function": {"name": "g"}}, 1, [], {}):

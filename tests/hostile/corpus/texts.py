@@ -36,7 +36,7 @@ def _wrong() -> dict[str, bytes]:
         "in UTF-16": text.encode("utf-16"),
         "in UTF-16 without a mark": text.encode("utf-16-le"),
         "in UTF-32": text.encode("utf-32"),
-        "with a byte order mark": text.encode("utf-8-sig"),
+        "with two byte order marks": b"\xef\xbb\xbf" + text.encode("utf-8-sig"),
         "NULs": bytes(100),
         "a NUL at its end": text.encode() + b"\0",
         "not UTF-8": b'{"prompt":"\xff"}',

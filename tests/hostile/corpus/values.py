@@ -59,7 +59,7 @@ def _counts(facts: Facts) -> Iterator[Case]:
         *({"stop": stop} for stop in (["a"] * 17, [""], "", ["x" * 10_240], [1], [None])),
         *({"logprobs": n} for n in (21, 10**9, -1)),
         *({"prompt_logprobs": n} for n in (21, -1)),
-        *({"max_tokens": n} for n in (-1, 0, 2**31, 2**63)),
+        *({"max_tokens": n} for n in (-2, 0, 2**31, 2**63)),
         {"min_tokens": 1_000_000_000},
         {"min_tokens": 5, "max_tokens": 4},
         {"bad_words": ["a"] * 100_000},
