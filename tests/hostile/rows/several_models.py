@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ async def keep_alive(_: Served) -> str:
         flags = ("--models", str(file), *KEYS, "--admin-api-key", OPERATOR)
         small = ("--max-model-len", "256", "--kv-memory", "16MiB")
         served = Served(*flags, *small, start_seconds=START_SECONDS)
-        with await asyncio.to_thread(served.__enter__) as server:
+        with ExitStack() as ended:
+            server = await asyncio.to_thread(ended.enter_context, served)
             headers = {"authorization": f"Bearer {OPERATOR}"}
             async with httpx.AsyncClient(base_url=server.url, timeout=120, headers=headers) as http:
                 for more in ({"prompt": "a", "options": {"num_predict": 1}}, {}):  # a request, and the order to unload
