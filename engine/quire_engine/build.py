@@ -23,7 +23,6 @@ from quire_engine.config import (
     EnginePlan,
     KernelChoice,
     draft_model,
-    eagle_head,
 )
 from quire_engine.drafts import Drafter, most_drafted_rows
 from quire_engine.engine import StepExecutor
@@ -33,11 +32,9 @@ from quire_engine.execution.block_files import HEADER_BYTES
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.device import compute_dtype, gpu_name, resolve_device, torch_threads
 from quire_engine.execution.drafting.choice import own_speculation
-from quire_engine.execution.drafting.eagle import EagleDrafter, Watched
-from quire_engine.execution.drafting.eagle_head import EagleConfig, EagleHead, read_eagle_config, undivided
 from quire_engine.execution.drafting.model import ModelDrafter, check_same_tokens
 from quire_engine.execution.drafting.outputs import OutputsDrafter
-from quire_engine.execution.drafting.row_costs import MEASURED, measured_rows
+from quire_engine.execution.drafting.row_costs import measured_rows
 from quire_engine.execution.drafting.suffix import SuffixDrafter
 from quire_engine.execution.executor import (
     Executor,
@@ -55,8 +52,6 @@ from quire_engine.execution.kv_transfer import KVTransfer, open_transfer
 from quire_engine.execution.loading import Loading
 from quire_engine.execution.memory import PoolMemory, pool_memory
 from quire_engine.execution.models.checkpoint import fingerprint
-from quire_engine.execution.models.config import ModelConfig
-from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.found import find_model, is_bidirectional, why_no_text
 from quire_engine.execution.models.parameters import Parameters, WeightMemory
 from quire_engine.execution.models.served import ModelFacts, ServedModel, Wanted
@@ -149,7 +144,6 @@ class Resolved:
     num_kept_blocks: int  # in files at most, of a pool in host memory
     adapter_bytes: int  # of all adapters that may be in memory
     draft: Resolved | None = None  # the model that guesses tokens
-    eagle: EagleConfig | None = None  # the head that does
     rank: Rank = ALONE
 
     @property
@@ -224,31 +218,26 @@ class Resolved:
 
     @property
     def bytes_beside_pool(self) -> int:
-        """Bytes of the weights, of the draft model's or head's too, of adapters, and of the states of sequences."""
+        """Bytes of the weights, of the draft model's too, of adapters, and of the states of sequences."""
         return self.weights.total + self.kept_bytes + self.draft_weights + self.adapter_bytes
 
     @property
     def draft_weights(self) -> int:
-        """Bytes of the weights of the model or head that guesses tokens."""
-        if self.eagle is not None:
-            return self.eagle.num_bytes(self.dtype.itemsize, self.kernels.packed_bits)
+        """Bytes of the draft model's weights."""
         return 0 if self.draft is None else self.draft.weights.total
 
     @property
     def draft_block_bytes(self) -> int:
-        """Bytes of a block of its pool; 0: there is none."""
-        if self.eagle is not None:
-            return block_bytes(self.kernels, self.eagle.layer, self.asked.limits.block_size, self.dtype)
+        """Bytes of a block of the draft model's pool; 0: there is none."""
         return 0 if self.draft is None else self.draft.bytes_per_block
 
     def draft_positions(self, pool: PoolSize) -> int:
-        """The longest sequence that the draft model or head guesses for."""
-        most = pool.max_model_len if self.draft is None else self.draft.model.max_position_embeddings
-        return min(pool.max_model_len, most) if self.draft_block_bytes else 0
+        """The longest sequence that the draft model guesses for."""
+        return 0 if self.draft is None else min(pool.max_model_len, self.draft.model.max_position_embeddings)
 
     def draft_blocks(self, pool: PoolSize) -> int:
         """Blocks of the draft model's pool: for all running sequences, in at most a quarter of the pool's bytes."""
-        if not self.draft_block_bytes:
+        if self.draft is None:
             return 0
         limits, most_bytes = self.asked.limits, int(pool.num_blocks * self.bytes_per_block * _DRAFT_SHARE)
         most = limits.max_num_seqs * limits.num_blocks_for(self.draft_positions(pool))
@@ -334,8 +323,8 @@ class Resolved:
 
 
 def _guessing_model(speculation: str) -> str:
-    """The model or head that guesses tokens, as the user has named it; empty: none does."""
-    directory = draft_model(speculation) or eagle_head(speculation)
+    """The model that guesses tokens, as the user has named it; empty: none does."""
+    directory = draft_model(speculation)
     return typed_name(directory) if directory else ""
 
 
@@ -379,7 +368,7 @@ def build(
     pool_bytes = memory.after_load(decoder, adapters)
     if pool_bytes is not None:
         pool = resolved.pool(pool_bytes if devices is None else devices.least(pool_bytes))
-    drafter, decoder = _with_drafter(resolved, pool, tell, decoder)
+    drafter = _make_drafter(resolved, pool, tell)
     if ranks is not None:
         sizes = {"num_blocks": pool.num_blocks, "block_bytes": resolved.bytes_per_block // resolved.rank.size}
         decoder = ranks.begin(decoder, **sizes, positions=memory.positions(pool), has_states=bool(resolved.kept_bytes))
@@ -511,21 +500,9 @@ def _make_executor(  # noqa: PLR0917 - the parts of an engine
     return executor, swap_seconds, host_keys, store, peers
 
 
-def _with_drafter(
-    resolved: Resolved, pool: PoolSize, tell: Tell, decoder: ServedModel
-) -> tuple[Drafter | None, ServedModel]:
-    """The drafter, and the model, which an EAGLE-3 head watches."""
-    drafter = _make_drafter(resolved, pool, tell, decoder)
-    if resolved.eagle is not None and isinstance(drafter, EagleDrafter) and isinstance(decoder, Decoder):
-        return drafter, Watched(decoder, resolved.eagle.entering, drafter)
-    return drafter, decoder
-
-
-def _make_drafter(resolved: Resolved, pool: PoolSize, tell: Tell, decoder: ServedModel) -> Drafter | None:
+def _make_drafter(resolved: Resolved, pool: PoolSize, tell: Tell) -> Drafter | None:
     """The drafter that the settings name; a draft model is loaded like the model, and has a pool of its own."""
     draft, block_size, length = resolved.draft, resolved.asked.limits.block_size, resolved.draft_positions(pool)
-    if resolved.eagle is not None and isinstance(decoder, Decoder):
-        return _make_eagle(resolved, resolved.eagle, pool, tell, decoder)
     if draft is None:
         make = {"suffix": SuffixDrafter, "outputs": OutputsDrafter}.get(resolved.asked.speculation)
         return None if make is None else make()
@@ -536,17 +513,6 @@ def _make_drafter(resolved: Resolved, pool: PoolSize, tell: Tell, decoder: Serve
     drafter = ModelDrafter(runner, num_blocks=num_blocks, block_size=block_size, max_model_len=length)
     drafter.warm_up()
     return drafter
-
-
-def _make_eagle(resolved: Resolved, eagle: EagleConfig, pool: PoolSize, tell: Tell, decoder: Decoder) -> EagleDrafter:
-    block_size, kernels = resolved.asked.limits.block_size, resolved.kernels
-    if resolved.rank.size > 1:
-        kernels = undivided(kernels, eagle.layer, resolved.wanted())
-    length, num_blocks = resolved.draft_positions(pool), resolved.draft_blocks(pool)
-    head = EagleHead(eagle, decoder, kernels, resolved.dtype, positions=length, tell=tell)
-    kv = KVStorage(kernels, eagle.layer, num_blocks, block_size, resolved.dtype, resolved.device)
-    sizes = {"num_blocks": num_blocks, "block_size": block_size, "max_model_len": length}
-    return EagleDrafter(head, kv.tensor, **sizes, vocab_size=resolved.model.vocab_size)
 
 
 def _speculate(
@@ -570,7 +536,6 @@ def _speculate(
         if surviving is not None:
             surviving.clear()
         measured = measured_rows(executor.execute, config, most, has_graphs=has_graphs)
-        drafter.forget(MEASURED)
     make = partial(Speculation, drafter, row_seconds=measured, most_rows=most, plans_ahead=resolved.plans_ahead)
     return make, measured
 
@@ -636,7 +601,7 @@ def resolve(
         adapter_bytes=adapter_bytes(config, model, kernels, device) * ranks,
         rank=Rank(rank, ranks),
     )
-    return _with_guesser(resolved)
+    return replace(resolved, draft=_resolve_draft(resolved)) if draft_model(config.speculation) else resolved
 
 
 def _host_blocks(config: EngineConfig, bytes_per_block: int, device: torch.device) -> int:
@@ -655,27 +620,6 @@ def _device(config: EngineConfig) -> torch.device:
             " start a server for each GPU, or set device to cpu"
         )
     return device
-
-
-def _with_guesser(resolved: Resolved) -> Resolved:
-    """The model or head that guesses tokens too, where the settings name one. Raises ConfigError."""
-    speculation = resolved.asked.speculation
-    if eagle_head(speculation):
-        return replace(resolved, eagle=_resolve_eagle(resolved))
-    return replace(resolved, draft=_resolve_draft(resolved)) if draft_model(speculation) else resolved
-
-
-def _resolve_eagle(resolved: Resolved) -> EagleConfig:
-    """The head that guesses tokens. Raises ConfigError where it cannot be one of the model."""
-    asked, model = resolved.asked, resolved.model
-    try:
-        if resolved.implementation or not isinstance(model, ModelConfig):
-            raise ConfigError("transformers' code computes the model, whose layers it cannot read")
-        if len(resolved.layout.windows) > 1:
-            raise ConfigError("it cannot read the layers of a model some of which have a sliding window")
-        return read_eagle_config(Path(eagle_head(asked.speculation)), model)
-    except (ConfigError, ModelLoadError) as error:
-        raise ConfigError(f"speculation={asked.speculation}: the head cannot be used: {error}") from None
 
 
 def _resolve_draft(resolved: Resolved) -> Resolved:

@@ -26,10 +26,9 @@ AsyncScheduling = Literal["auto", "on", "off"]
 # node computes; or anything.
 Role = Literal["prefill", "decode", "both"]
 KVTransport = Literal["tcp", "nixl", "mooncake"]
-# How next tokens are guessed: auto is suffix where that can be; or by a model, `model:` and its directory, or by an
-# EAGLE-3 head, `eagle:` and its directory.
+# How next tokens are guessed: auto is suffix where that can be; or by a model, `model:` and its directory.
 SPECULATIONS = ("off", "auto", "suffix", "outputs")
-_BY_MODEL, _BY_HEAD = "model:", "eagle:"
+_BY_MODEL = "model:"
 # The supported `architectures` of a config.json, here because early checks must not import torch.
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -157,7 +156,7 @@ class EngineConfig:
     packed_cache_dir: str = "~/.cache/quire/packed"
     packed_cache_size: int = 64 << 30  # bytes of all such files
     async_scheduling: AsyncScheduling = "auto"  # plan a step while the one before it is computed; on a GPU only
-    speculation: str = "off"  # one of SPECULATIONS, model:DIR or eagle:DIR, for steps that compute several tokens
+    speculation: str = "off"  # one of SPECULATIONS or model:DIR, for steps that compute several tokens
     tensor_parallel_size: int = 1  # processes that compute the model together
     replicas: int = 1  # engines that share this machine's memory
     alive_seconds: float = 0.0  # between two signs of life that the process sends also during a step; 0: none
@@ -189,11 +188,6 @@ def entry_of(architecture: str) -> str:
 def draft_model(speculation: str) -> str:
     """The directory in `model:DIR`; empty where no model guesses tokens."""
     return speculation.removeprefix(_BY_MODEL) if speculation.startswith(_BY_MODEL) else ""
-
-
-def eagle_head(speculation: str) -> str:
-    """The directory in `eagle:DIR`; empty where no head guesses tokens."""
-    return speculation.removeprefix(_BY_HEAD) if speculation.startswith(_BY_HEAD) else ""
 
 
 def engine_config(plain: Mapping[str, Any]) -> EngineConfig:
@@ -249,7 +243,7 @@ class EnginePlan:
     why_cpu_variant: str = ""  # a reason to show to the operator
     why_dtype: str = ""  # the same, where the dtype is neither asked for nor the checkpoint's
     speculation: str = ""  # how tokens are guessed, or the reason why not; empty: not asked for
-    draft_model: str = ""  # the directory of the model or head that guesses tokens
+    draft_model: str = ""  # the directory of the model that guesses tokens
     draft_bytes: int = 0  # its weights and its pool
     row_seconds: tuple[tuple[int, float], ...] = ()  # of a step by its rows, where tokens are guessed
     blocks_taken_over: int = 0  # of the pool, which the engine process before had computed

@@ -183,7 +183,5 @@ def test_what_a_gpu_refuses_is_named():
     assert line == "off: on a GPU guesses are for who asks for them, as suffix or outputs"
     with pytest.raises(ConfigError, match=r"speculation=model:/x: a draft model is computed on a CPU only.*suffix"):
         own_speculation(replace(plain, speculation="model:/x"), cuda, has_states=False)
-    with pytest.raises(ConfigError, match=r"speculation=eagle:/x: EAGLE-3 heads are computed on a CPU only"):
-        own_speculation(replace(plain, speculation="eagle:/x"), cuda, has_states=False)
     with pytest.raises(ConfigError, match="recurrent state"):
         own_speculation(replace(plain, speculation="suffix"), cuda, has_states=True)

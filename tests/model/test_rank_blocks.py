@@ -5,9 +5,8 @@ The tokens and log-probabilities are those of one process, to the last bit.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from model.test_bitwise import mixed_requests
-from model.test_eagle import engine_asked, random_head, requests, target, write_head
 from model.test_ranks import ranks, settings_of
 from model.test_transfer import BLOCKS, LONG, SIZE, Side, asked
 from quire_engine.build import BuiltEngine, build
@@ -100,28 +98,3 @@ def test_swapped_requests_of_ranks_come_back_whole() -> None:
         stats = free.scheduler.stats()
         assert stats.total_preemptions_by_mode["swap"] > 1
         assert stats.total_swapped_in_blocks > 3
-
-
-@contextmanager
-def on_all_cores() -> Iterator[None]:
-    before = os.sched_getaffinity(0)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-def test_an_eagle_head_beside_ranks_changes_no_token(tmp_path: Path) -> None:
-    """Rank 0 stops between layers for the head, and the others do not."""
-    head = write_head(tmp_path / "head", random_head())
-    changes = {"dtype": "bfloat16", "kernels": "cpu"}
-    expected = generate(build(engine_asked(target(tmp_path), None, **changes)), requests())
-    with on_all_cores():
-        asked_for = engine_asked(target(tmp_path), head, **changes)
-        built = build(replace(asked_for, tensor_parallel_size=2, num_threads=2))
-        try:
-            assert generate(built, requests()) == expected
-            assert generate(built, requests()) == expected
-            assert built.scheduler.stats().total_draft_tokens > 0  # how many follows from how long steps take
-        finally:
-            built.close()

@@ -356,5 +356,7 @@ def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
         engine(None, speculation=f"model:{shared_checkpoint()}")
     with pytest.raises(ConfigError, match=r"speculation=model:.*config.json: no such file"):
         engine(None, speculation=f"model:{tmp_path}")
-    with pytest.raises(ConfigError, match="speculation=eagle is unknown"):
-        engine(None, speculation="eagle")
+    with pytest.raises(
+        ConfigError, match="speculation=eagle:/x is unknown; set speculation to off, auto, suffix, outputs or model:DIR"
+    ):
+        engine(None, speculation="eagle:/x")

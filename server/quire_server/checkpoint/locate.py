@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
-from quire_engine.config import ModelImplementation, draft_model, eagle_head
+from quire_engine.config import ModelImplementation, draft_model
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ModelLoadError
 from quire_engine.gguf import typed_name
@@ -58,9 +58,6 @@ def localized(settings: Settings) -> Settings:
         )
         check_checkpoint(folder, settings.model_impl)
         changed["speculation"] = f"model:{folder}"
-    if head := eagle_head(settings.speculation):
-        folder = checkpoint_directory(head, None, settings.download_dir, setting="--speculation")
-        changed["speculation"] = f"eagle:{folder}"
     return settings.model_copy(update=changed) if changed else settings
 
 

@@ -228,7 +228,7 @@ class EngineFields(BaseModel):
     speculation: Speculation = option(
         "off",
         "Scheduling",
-        "speculative decoding: suffix or auto (own text), outputs (earlier outputs), model:DIR or eagle:DIR",
+        "speculative decoding: suffix or auto (own text), outputs (earlier outputs), or model:DIR",
     )
     max_num_queued_reqs: Annotated[int, Field(ge=0)] = option(
         256, "Scheduling", "choices that may wait beyond the --max-num-seqs that run; more get 429"

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.config import JsonDict
 from pydantic_settings import NoDecode
 
-from quire_engine.config import SPECULATIONS, draft_model, eagle_head
+from quire_engine.config import SPECULATIONS, draft_model
 from quire_engine.types import MAX_LOGPROBS
 from quire_server.settings.sources import SettingsError
 
@@ -175,9 +175,9 @@ def _check_name(name: str) -> str:
 
 
 def _check_speculation(value: str) -> str:
-    if value not in SPECULATIONS and not draft_model(value) and not eagle_head(value):
-        expected = ", ".join(SPECULATIONS)
-        raise ValueError(f"expected {expected}, model:DIR, the directory of a smaller model, or eagle:DIR")
+    if value not in SPECULATIONS and not draft_model(value):
+        reason = "heads such as EAGLE are not supported; " if value.startswith("eagle") else ""
+        raise ValueError(f"{reason}expected {', '.join(SPECULATIONS)} or model:DIR, the directory of a smaller model")
     return value
 
 

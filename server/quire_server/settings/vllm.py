@@ -319,11 +319,10 @@ _MAMBA = "models with states (Mamba) are not served"
 _GRAPHS = "graphs and compilers change no answer; on a GPU steps run as CUDA graphs"
 _LORA = "adapters are plain LoRA of all the matrices that they have; merge others into the checkpoint"
 _SPECULATION = (
-    "--speculation guesses tokens ahead: suffix by what the request itself said, model:DIR by a smaller model,"
-    " eagle:DIR by an EAGLE-3 head"
+    "--speculation guesses tokens ahead: suffix by what the request itself said, model:DIR by a smaller model"
 )
 _SUFFIX = "the longest earlier place of a stream's last words is looked for, from two tokens on"
-_METHODS = {"ngram": "suffix", "draft_model": "model:", "eagle3": "eagle:"}  # which model, another key tells
+_METHODS = {"ngram": "suffix", "draft_model": "model:"}  # which model, another key tells
 _DRAFTS = {"ngram": "suffix", "[ngram]": "suffix"}
 _PAYS = "as many tokens are guessed as pay for their rows, at most five of a stream in a step"
 _PLUGIN = "no code of others is loaded into the server"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from quire_engine.config import SPECULATIONS, EngineConfig, draft_model, eagle_head
+from quire_engine.config import SPECULATIONS, EngineConfig, draft_model
 from quire_engine.errors import ConfigError
 
 
@@ -16,16 +16,14 @@ def own_speculation(config: EngineConfig, device: torch.device, *, has_states: b
     Raises ConfigError if speculation is asked for where a guess that turns out wrong could not be passed over.
     """
     asked = config.speculation
-    if asked not in SPECULATIONS and not draft_model(asked) and not eagle_head(asked):
+    if asked not in SPECULATIONS and not draft_model(asked):
         words = ", ".join(SPECULATIONS)
-        raise ConfigError(f"speculation={asked} is unknown; set speculation to {words}, model:DIR or eagle:DIR")
+        raise ConfigError(f"speculation={asked} is unknown; set speculation to {words} or model:DIR")
     reason = ""
     if has_states:
         reason = "this model keeps a recurrent state, which a wrong guess would change"
     elif device.type != "cpu" and draft_model(asked):
         reason = "a draft model is computed on a CPU only, and suffix and outputs guess without one"
-    elif device.type != "cpu" and eagle_head(asked):
-        reason = "EAGLE-3 heads are computed on a CPU only, and suffix and outputs guess without one"
     elif device.type != "cpu" and asked == "auto":
         reason = "on a GPU guesses are for who asks for them, as suffix or outputs"
     if asked == "auto":

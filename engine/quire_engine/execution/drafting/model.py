@@ -10,13 +10,11 @@ costs drafts, never a request; the same calls give the same guesses. Must not kn
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -34,32 +32,24 @@ _CHUNK = 64  # tokens computed in the first round of a call, of all sequences: s
 _GREEDY, _STOP = SamplingParams(temperature=0.0), StopParams(max_new_tokens=1)
 
 
-class Held(Protocol):
-    """The record that a drafter has of a sequence."""
-
-    block_ids: tuple[int, ...]
-
-
-HeldT = TypeVar("HeldT", bound=Held)
-
-
-class PooledDrafter(ABC, Generic[HeldT]):
-    """See `drafts.Drafter`: guesses are computed, over a small pool of its own. Where they come from is `_guess`'s."""
+class ModelDrafter:
+    """See `drafts.Drafter`."""
 
     is_costly = True
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_model_len: int) -> None:
-        """Sequences longer than `max_model_len` have no drafts."""
-        self._block_size, self._max_model_len = block_size, max_model_len
+    def __init__(self, runner: Runner, *, num_blocks: int, block_size: int, max_model_len: int) -> None:
+        """`runner` has the model and a pool of so many blocks; longer sequences than `max_model_len` have no drafts."""
+        self._runner, self._block_size, self._max_model_len = runner, block_size, max_model_len
         self._free = list(range(num_blocks))
-        self._held: OrderedDict[int, HeldT] = OrderedDict()  # by sequence; last the one that was guessed for last
+        self._held: OrderedDict[int, _Known] = OrderedDict()  # by sequence; last the one that was guessed for last
         self._predictions = SuffixDrafter()
         self._failed: set[int] = set()  # sequences whose guesses failed
         self._has_logged = False
 
-    @abstractmethod
-    def _guess(self, wishes: Sequence[Wish]) -> dict[int, list[int]]:
-        """The guesses by sequence; none of those whose own tokens are not all computed yet."""
+    def warm_up(self) -> None:
+        """Compute a few tokens, as the first call of a process takes many times as long as later ones."""
+        self.draft([Wish(-1, (0,) * min(8, self._max_model_len - 1), 2)])
+        self.forget(-1)
 
     def draft(self, wishes: Sequence[Wish]) -> list[Draft]:
         drafts: dict[int, Draft] = {}
@@ -81,42 +71,8 @@ class PooledDrafter(ABC, Generic[HeldT]):
     def forget(self, sequence_id: int) -> None:
         self._predictions.forget(sequence_id)
         self._failed.discard(sequence_id)
-        if (held := self._held.pop(sequence_id, None)) is not None:
-            self._free += held.block_ids
-
-    def _reserve(self, held: HeldT, num_tokens: int, asked: Collection[int]) -> bool:
-        """Whether there are blocks for so many tokens, also those of sequences that are not asked for now."""
-        needed = -(-num_tokens // self._block_size) - len(held.block_ids)
-        while needed > len(self._free):
-            idle = next((i for i, other in self._held.items() if i not in asked and other.block_ids), None)
-            if idle is None:
-                return False
-            self._free += self._held.pop(idle).block_ids
-        if needed > 0:
-            held.block_ids += tuple(self._free.pop() for _ in range(needed))
-        return True
-
-    def _fail(self, sequence_id: int, reason: str) -> None:
-        """Guess no more for the sequence. The log has one line, of the first fault."""
-        self.forget(sequence_id)
-        self._failed.add(sequence_id)
-        if not self._has_logged:
-            _log.warning("the draft model failed, and requests where it does go on without guesses: %s", reason)
-        self._has_logged = True
-
-
-class ModelDrafter(PooledDrafter["_Known"]):
-    """See `drafts.Drafter`."""
-
-    def __init__(self, runner: Runner, *, num_blocks: int, block_size: int, max_model_len: int) -> None:
-        """`runner` has the model and a pool of so many blocks; longer sequences than `max_model_len` have no drafts."""
-        super().__init__(num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
-        self._runner = runner
-
-    def warm_up(self) -> None:
-        """Compute a few tokens, as the first call of a process takes many times as long as later ones."""
-        self.draft([Wish(-1, (0,) * min(8, self._max_model_len - 1), 2)])
-        self.forget(-1)
+        if (known := self._held.pop(sequence_id, None)) is not None:
+            self._free += known.block_ids
 
     def _guess(self, wishes: Sequence[Wish]) -> dict[int, list[int]]:
         """The guesses by sequence; none of those whose own tokens are not all computed yet."""
@@ -153,6 +109,18 @@ class ModelDrafter(PooledDrafter["_Known"]):
                 most[wish.sequence_id] = room
         return slices, most
 
+    def _reserve(self, known: _Known, num_tokens: int, asked: Collection[int]) -> bool:
+        """Whether there are blocks for so many tokens, also those of sequences that are not asked for now."""
+        needed = -(-num_tokens // self._block_size) - len(known.block_ids)
+        while needed > len(self._free):
+            idle = next((i for i, other in self._held.items() if i not in asked and other.block_ids), None)
+            if idle is None:
+                return False
+            self._free += self._held.pop(idle).block_ids
+        if needed > 0:
+            known.block_ids += tuple(self._free.pop() for _ in range(needed))
+        return True
+
     def _step(self, slices: Mapping[int, tuple[int, ...]], most: Collection[int]) -> dict[int, int]:
         """Compute these tokens; the next ones of the sequences in `most`, which have all of theirs then."""
         items = tuple(self._item(i, token_ids, wants_sample=i in most) for i, token_ids in slices.items())
@@ -184,6 +152,14 @@ class ModelDrafter(PooledDrafter["_Known"]):
             sampling=_GREEDY,
             stop=_STOP,
         )
+
+    def _fail(self, sequence_id: int, reason: str) -> None:
+        """Guess no more for the sequence. The log has one line, of the first fault."""
+        self.forget(sequence_id)
+        self._failed.add(sequence_id)
+        if not self._has_logged:
+            _log.warning("the draft model failed, and requests where it does go on without guesses: %s", reason)
+        self._has_logged = True
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from quire_engine.batch import Batch, ScheduledSequence, StepResult
 from quire_engine.limits import SchedulerConfig
 from quire_engine.types import SamplingParams, StopParams
 
-MEASURED = -1  # the sequence of the steps
+_MEASURED = -1  # the sequence of the steps
 _ROWS = (*range(1, 9), 12, 13, 18, 19, 24, 25, 30, 31, 36, 48, 64)  # around the ends of tiles of four and of six
 _ROUNDS = 3
 _MOST_SECONDS = 1.0  # of all rounds; a step that has begun is waited for
@@ -57,7 +57,7 @@ def measuring_step(rows: int, config: SchedulerConfig, *, guessed: bool = True) 
     """A step of one sequence, to be measured before any other has blocks: a decode with guessed tokens, or a prompt."""
     num_blocks, num_groups = config.limits.num_blocks_for(rows), len(config.windows)
     item = ScheduledSequence(
-        sequence_id=MEASURED,
+        sequence_id=_MEASURED,
         choice=0,
         prompt_token_ids=(),
         output_token_ids=(),
@@ -76,4 +76,4 @@ def measuring_step(rows: int, config: SchedulerConfig, *, guessed: bool = True) 
 
 
 def _fails(result: StepResult) -> bool:
-    return bool(result.errors) or any(sample.error is not None for sample in result.samples.get(MEASURED, ()))
+    return bool(result.errors) or any(sample.error is not None for sample in result.samples.get(_MEASURED, ()))

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -271,25 +271,10 @@ def load_model_config(path: Path, ignored: Collection[str] = ()) -> ModelConfig:
     config = _model_config(text, family, headless=headless or _makes_vectors(path))
     config = replace(config, quantisation=quantisation_of(options))
     unknown = [*_unknown(options, family), *(_unknown(text, family) if text is not options else ())]
-    _refuse(options, unknown, config.architecture)
-    return config
-
-
-def config_as(options: Options, architecture: str, name: str) -> ModelConfig:
-    """The configuration of layers that are computed as another architecture's. `name`: their own, for messages.
-
-    Raises NotNative for what that architecture does not compute, ModelLoadError naming what is wrong.
-    """
-    family = FAMILIES[architecture]
-    config = _model_config(options, family, headless=False)
-    _refuse(options, list(_unknown(options, family)), name)
-    return config
-
-
-def _refuse(options: Options, unknown: Sequence[str], architecture: str) -> None:
     if unknown:
         verb = "is" if len(unknown) == 1 else "are"
-        raise options.beyond(f"{', '.join(unknown)} {verb} not supported for {architecture}")
+        raise options.beyond(f"{', '.join(unknown)} {verb} not supported for {config.architecture}")
+    return config
 
 
 def _unknown(options: Options, family: Family) -> Iterator[str]:

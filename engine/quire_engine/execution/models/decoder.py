@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +17,6 @@ from quire_kernels.kernel_set import (
     LinearWeight,
     Norm,
     PoolPart,
-    RopeWrite,
 )
 from quire_kernels.layer_program import matrices, run_layers
 
@@ -74,31 +71,6 @@ class Decoder:
         if self._bound is not None:
             return self._bound(x, pool, step, step.adapters)
         return run_layers(self._kernels, self._weights.program, x, pool, step, step.adapters)
-
-    def keeping(self, layers: Sequence[int]) -> Callable[[ModelInput, Tensor], tuple[Tensor, Tensor]]:
-        """`forward` with the same bits, which also gives all rows as they enter these layers: [T, len(layers) * H].
-
-        The program runs in parts, each of which leaves the residual stream alone behind.
-        """
-        starts = [layer_start(self._weights.program, layer) for layer in sorted(set(layers))]
-        ends = [*starts, len(self._weights.program)]
-        parts = [self._weights.program[a:b] for a, b in zip([0, *starts], ends, strict=True)]
-        bind = self._kernels.bind_layers or (lambda part: partial(run_layers, self._kernels, part))
-        bound = [bind(part) if part else None for part in parts]
-
-        @torch.inference_mode()
-        def forward(step: ModelInput, kv: Tensor) -> tuple[Tensor, Tensor]:
-            x, entered, whole = self.embed(step.input_ids), dict[int, Tensor](), replace(step, sampled=None)
-            pool = self._pool(kv)
-            for layer, run in zip([*sorted(set(layers)), None], bound, strict=True):
-                if run is not None:
-                    # The last part alone leaves rows out.
-                    x = run(x, pool, step if layer is None else whole, step.adapters)
-                if layer is not None:
-                    entered[layer] = x.clone()
-            return x, torch.cat([entered[layer] for layer in layers], dim=1)
-
-        return forward
 
     def _pool(self, kv: Tensor) -> list[Tensor]:
         """The parts of the pool, one for each kind of heads."""
@@ -163,11 +135,6 @@ class Decoder:
         if self._kernels.choose is None:
             raise ValueError(f"the {self._kernels.name} kernels choose no tokens")
         return self._kernels.choose(logits, rows)
-
-
-def layer_start(program: Sequence[LayerOp], layer: int) -> int:
-    """The index of a layer's first op, which makes its queries, keys and values."""
-    return [index for index, op in enumerate(program) if isinstance(op, RopeWrite)][layer] - 1
 
 
 def _row_sums(values: Tensor) -> Tensor:

@@ -257,13 +257,6 @@ def test_a_draft_model_is_found_like_a_model(tmp_path: Path):
         localized(Settings(speculation=f"model:{tmp_path}"))
 
 
-def test_a_head_is_found_like_a_model(tmp_path: Path):
-    """What is in the directory is the engine's to judge, which knows the model."""
-    assert localized(Settings(speculation=f"eagle:{tmp_path}")).speculation == f"eagle:{tmp_path}"
-    with pytest.raises(ModelLoadError, match=r"--speculation .*/none: there is no such directory"):
-        localized(Settings(speculation=f"eagle:{tmp_path}/none"))
-
-
 def test_the_architectures_that_are_named_are_those_that_are_built():
     assert tuple(FAMILIES) == ARCHITECTURES
     document = (Path(__file__).parents[4] / "docs" / "models.md").read_text()

@@ -106,6 +106,9 @@ def test_a_script_for_vllm_starts_unchanged():
     )
 
 
+EAGLE = "--speculation: heads such as EAGLE are not supported; expected off, auto, suffix, outputs or model:DIR"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -116,12 +119,11 @@ def test_a_script_for_vllm_starts_unchanged():
         ("--enable-prompt-adapter", "--enable-prompt-adapter: refused: adapters"),
         ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill: refused: prompts are always"),
         ("--enable-chunked-prefill=False", "--no-enable-chunked-prefill: refused"),
-        (
-            "--speculative-config.method eagle",
-            "--speculation: expected off, auto, suffix, outputs, model:DIR, the directory of a smaller model, or eagle",
-        ),
-        ("--speculative-config.method draft_model", "--speculation: expected off, auto, suffix, outputs, model:DIR"),
-        ("--speculative-config.method eagle3", "--speculation: expected off, auto, suffix, outputs, model:DIR"),
+        ("--speculative-config.method draft_model", "--speculation: expected off, auto, suffix, outputs or model:DIR"),
+        ('--speculative-config={"model":"a/b","method":"eagle"}', EAGLE),
+        ("--speculative-config.method eagle3 --speculative-config.model a/b", EAGLE),
+        ("--spec-model a/b --spec-method eagle3", EAGLE),
+        ("--speculation eagle:/heads/a", EAGLE),
         ("--speculative-config.draft_tensor_parallel_size 2", "draft_tensor_parallel_size 2: only 1 is taken"),
         ("--speculative-config.draft_depth 2", "a JSON object with the keys method, model, "),
         ("--hf-overrides.rope_scaling.factor 2", "--hf-overrides {"),
@@ -303,10 +305,6 @@ def test_variables_of_vllm_are_named(monkeypatch: pytest.MonkeyPatch):
         (["--speculative-config", '{"model": "a/b", "method": "ngram"}'], "suffix"),
         (["--speculative-config", '{"model": "[ngram]", "num_speculative_tokens": 5}'], "suffix"),
         (["--spec-method", "draft_model", "--spec-model", "a/b"], "model:a/b"),
-        (["--speculative-config", '{"method": "eagle3", "model": "a/b", "num_speculative_tokens": 3}'], "eagle:a/b"),
-        (["--speculative-config", '{"model": "a/b", "method": "eagle3"}'], "eagle:a/b"),
-        (["--spec-method", "eagle3", "--spec-model", "a/b"], "eagle:a/b"),
-        (["--spec-model", "a/b", "--spec-method", "eagle3"], "eagle:a/b"),
         (["--speculative-model", "a/b"], "model:a/b"),
         (["--speculation", "off", "--speculative-model", "a/b"], "off"),
     ],
