@@ -21,7 +21,7 @@ from quire_server.engine.models.sleeping import SleepingSupervisor
 from quire_server.engine.process import EngineProcess
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import Spare
-from quire_server.settings import ModelEntry, Settings
+from quire_server.settings import ModelEntry, ServerLimits, Settings
 
 _FREE_SHARE = 0.5  # of the free memory, where no budget is set
 _SPARE_SECONDS = 1.0  # after an engine is ready, since the next model may be asked for soon
@@ -78,7 +78,7 @@ class SeveralEngines:
             engines.append(ModelEngine(entry.settings.model_names[0], supervisor, plan, residency))
         budget = self.settings.model_memory or int(available_memory() * _FREE_SHARE)
         check_budget(engines, budget)
-        self.models = ModelSet(engines, budget=budget, turn_seconds=self.settings.model_turn)
+        self.models = ModelSet(engines, budget=budget, turn_seconds=ServerLimits().model_turn)
         for engine in engines:
             log.info("the model %s takes %s when it is loaded", engine.name, bytes_text(_size(engine)))
         self._spare.prepare()

@@ -39,8 +39,8 @@ def test_adapters_and_ranks_of_two_models(tmp_path: Path) -> None:
     with Served("--models", str(file), *FLAGS, start_seconds=240.0) as sizes:
         taken = {name: row(sizes, name)["loaded_bytes"] for name in models}
     assert taken["one"] - taken["two"] > 200 << 20, "the process of the second rank is not counted"
-    budget = ("--model-memory", str(max(taken.values()) + (8 << 20)), "--model-turn", "0.5")
-    with Served("--models", str(file), *FLAGS, *budget, start_seconds=240.0) as server:
+    budget = ("--model-memory", str(max(taken.values()) + (8 << 20)))
+    with Served("--models", str(file), *FLAGS, *budget, limits="model_turn=0.5", start_seconds=240.0) as server:
         listed = {each["id"]: each for each in httpx.get(server.url + "/v1/models", timeout=60).json()["data"]}
         assert {name: each["parent"] for name, each in listed.items()} == {
             "one": None, "a0": "one", "two": None, "a1": "two",

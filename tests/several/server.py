@@ -31,11 +31,12 @@ def three_models(*flags: str, turn: float = 3.0, room_for: int = 2) -> Iterator[
         entries = zip(NAMES, FORMS, strict=True)
         lines = [f"- {{model: quire-demo, served_model_name: [{name}], {form}}}" for name, form in entries]
         file.write_text("models:\n" + "\n".join(lines) + "\n")
-        given = ("--models", str(file), "--model-turn", str(turn), *FLAGS, *flags)
+        given = ("--models", str(file), *FLAGS, *flags)
         with Served(*given, start_seconds=START_SECONDS) as first:
             sizes = sorted(row["loaded_bytes"] for row in rows(first))
         budget = str(sum(sizes[-room_for:]) + ROUNDING)
-        with Served(*given, "--model-memory", budget, start_seconds=START_SECONDS) as server:
+        turns = f"model_turn={turn}"
+        with Served(*given, "--model-memory", budget, limits=turns, start_seconds=START_SECONDS) as server:
             yield server
 
 

@@ -10,7 +10,7 @@ from quire_engine.limits import SchedulerLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """Limits on requests, on memory held for clients and on slow clients. Tests make them smaller."""
+    """Limits on requests, on memory held for clients, on slow clients and on waits. Tests make them smaller."""
 
     # The head and the body of a request.
     max_header_bytes: int = 32 << 10  # of a head; more is answered 431
@@ -28,6 +28,8 @@ class ServerLimits:
     # Clients that read slowly.
     stream_buffer_tokens: int = 256  # waiting for a stream's client; beyond, its request is set aside
     client_min_rate: int = 64  # bytes a second, over the whole of `client_write_timeout`; who takes less is cut off
+    # Several models.
+    model_turn: float = 15.0  # seconds that a busy model stays loaded before it makes room for another
 
 
 _STEPS, _SERVER = SchedulerLimits(), ServerLimits()
@@ -59,6 +61,7 @@ REMOVED: Mapping[str, str] = {
     "client_min_rate": f"a client that takes less than {_SERVER.client_min_rate} bytes/s over --client-write-timeout"
     " is cut off",
     # -- Lifetime
+    "model_turn": f"a busy model stays loaded for {_SERVER.model_turn:g} s before it makes room for another",
     "engine_restart_window": "--max-engine-restarts counts those of the last 600 s",
     "engine_start_timeout": "a start of the engine that does not get on for 60 s is ended and tried again",
     # -- Observing

@@ -143,12 +143,6 @@ class ServerFields(BaseModel):
     failover_wait: Seconds = option(
         30.0, "Lifetime", "streams wait this long for a replica when none is left, then end with replica_lost", "s"
     )
-    model_turn: PositiveSeconds = option(
-        15.0,
-        "Lifetime",
-        "a busy model keeps its memory this long before it makes room for another",
-        "s",
-    )
     drain_timeout: Seconds = option(30.0, "Lifetime", "after SIGTERM, running requests get this long to finish", "s")
     max_engine_restarts: Annotated[int, Field(ge=0)] = option(
         5, "Lifetime", "engine restarts within ten minutes before giving up with exit code 70"
