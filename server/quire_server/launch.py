@@ -39,7 +39,7 @@ from quire_server.http.event_loop import loop_factory
 from quire_server.http.tls import tls_context
 from quire_server.logs import Output, writing
 from quire_server.logs.output import check_collector
-from quire_server.settings import ModelEntry, Settings, SettingsError, several_models
+from quire_server.settings import ModelEntry, ServerLimits, Settings, SettingsError, several_models
 from quire_server.several_launch import SeveralEngines
 from quire_server.warming import read_prefixes
 
@@ -202,7 +202,7 @@ def restart_policy(settings: Settings, *, tells_alive: bool) -> RestartPolicy:
     return RestartPolicy(
         max_restarts=settings.max_engine_restarts,
         hang_seconds=settings.engine_hang_timeout,
-        absent_seconds=settings.replica_silence if tells_alive else None,
+        absent_seconds=ServerLimits().replica_silence if tells_alive else None,
         spare_seconds=_SPARE_SECONDS if settings.spare_engine else None,
     )
 
@@ -234,7 +234,7 @@ def _nodes(settings: Settings) -> NodeSet:
         model=str(settings.model_path),
         tokenizer=tokenizer_digest(Path(settings.tokenizer or settings.model_path)),
         failover_seconds=settings.failover_wait,
-        silence_seconds=settings.replica_silence,
+        silence_seconds=ServerLimits().replica_silence,
     )
 
 

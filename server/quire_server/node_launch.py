@@ -43,7 +43,7 @@ from quire_server.logs import Output
 from quire_server.metrics.node_metrics import NodeMetrics
 from quire_server.node_scrape import scraped
 from quire_server.service_manager import service_manager
-from quire_server.settings import Settings
+from quire_server.settings import ServerLimits, Settings
 
 log = logging.getLogger("quire")
 
@@ -92,7 +92,7 @@ async def _serve(settings: Settings, output: Output) -> int:
         node = Node(
             engine,
             security_of(settings),
-            silence_seconds=settings.replica_silence,
+            silence_seconds=ServerLimits().replica_silence,
             tokenizer=tokenizer,
             metrics=metrics,
         )

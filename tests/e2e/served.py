@@ -19,7 +19,7 @@ import psutil
 START_SECONDS = 300.0
 STOP_SECONDS = 300.0
 PYTHON = "SERVER_PYTHON"  # names the interpreter; to a server it would be a setting that there is not
-LIMITED = Path(__file__).parents[1] / "support" / "limited_serve.py"
+LIMITED = Path(__file__).parents[1] / "support" / "limited.py"
 _ADDRESS = re.compile(r"Uvicorn running on (https?://127\.0\.0\.1:\d+)")
 
 
@@ -43,7 +43,7 @@ class Served:
         # -P, as for the `quire` that is installed: nothing in the working directory is imported.
         self._program = program or ("-P", "-m", "quire_server.cli", "serve")
         if limits:
-            self._program = (str(LIMITED), limits)
+            self._program = (str(LIMITED), limits, "serve")
         self._env = env or {}
         self.url = ""
         self.ready_seconds = 0.0

@@ -12,16 +12,20 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from e2e.served import PYTHON, START_SECONDS, STOP_SECONDS
+from e2e.served import LIMITED, PYTHON, START_SECONDS, STOP_SECONDS
 
 _ADDRESS = re.compile(r"a node listens on (127\.0\.0\.1:\d+)")
 
 
 class ServedNode:
-    """`with ServedNode() as node: Served("--engines", node.address)`. It may be started again at the same address."""
+    """`with ServedNode() as node: Served("--engines", node.address)`. It may be started again at the same address.
 
-    def __init__(self, *args: str) -> None:
+    `limits` are those that no flag sets, as of `Served`.
+    """
+
+    def __init__(self, *args: str, limits: str = "") -> None:
         self._args = args
+        self._program = (str(LIMITED), limits) if limits else ("-P", "-m", "quire_server.cli")
         self.address = ""
 
     def __enter__(self) -> ServedNode:
@@ -35,7 +39,7 @@ class ServedNode:
         self.process = subprocess.Popen(
             [
                 os.environ.get(PYTHON, sys.executable),
-                *("-P", "-m", "quire_server.cli", "engine", "--listen", self.address or "127.0.0.1:0"),
+                *(*self._program, "engine", "--listen", self.address or "127.0.0.1:0"),
                 *self._args,
             ],
             stdout=self._log,

@@ -30,7 +30,8 @@ from support.link_secrets import make_secrets
 pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = 72
-OF_NODES = ("--max-model-len", "1024", "--kv-memory", "24MiB", "--replica-silence", "5", "--no-packed-cache")
+OF_NODES = ("--max-model-len", "1024", "--kv-memory", "24MiB", "--no-packed-cache")
+PATIENT = "replica_silence=5"  # a busy host's pauses are not taken for a loss
 OF_FRONTS = FLAGS[2:]
 
 
@@ -44,7 +45,7 @@ def alone() -> tuple[list[Said], tuple[str, ...]]:
 @pytest.fixture(scope="module")
 def nodes(alone: tuple[list[Said], tuple[str, ...]]) -> Iterator[list[ServedNode]]:
     with ExitStack() as stack:
-        yield [stack.enter_context(ServedNode(*OF_NODES, *alone[1])) for _ in range(2)]
+        yield [stack.enter_context(ServedNode(*OF_NODES, *alone[1], limits=PATIENT)) for _ in range(2)]
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def server(nodes: list[ServedNode]) -> Iterator[Served]:
     for node in nodes:
         if node.process.poll() is not None:
             node.start()
-    with Served("--engines", ",".join(node.address for node in nodes), *OF_FRONTS, "--replica-silence", "5") as front:
+    with Served("--engines", ",".join(node.address for node in nodes), *OF_FRONTS, limits=PATIENT) as front:
         ready(front, 2)
         yield front
 
@@ -109,7 +110,7 @@ def test_a_stopped_node_is_given_up_and_two_fronts_share_the_nodes(
         return await asyncio.gather(streams(server.url, half, stop), streams(second.url, half))
 
     addresses = ",".join(node.address for node in nodes)
-    with Served("--engines", addresses, *OF_FRONTS, "--replica-silence", "5") as second:
+    with Served("--engines", addresses, *OF_FRONTS, limits=PATIENT) as second:
         try:
             for got in asyncio.run(both(second)):
                 assert not differences(alone[0][: len(got)], got)
@@ -124,7 +125,7 @@ def test_a_wire_that_is_cut_in_one_direction_is_noticed_from_the_other(nodes: li
     with ExitStack() as stack:
         between = stack.enter_context(proxies(nodes))
         engines = ",".join(str(each.address) for each in between)
-        front = stack.enter_context(Served("--engines", engines, *OF_FRONTS, "--replica-silence", "3"))
+        front = stack.enter_context(Served("--engines", engines, *OF_FRONTS, limits="replica_silence=3"))
         ready(front, 2)
 
         async def cut(share: Callable[[], float]) -> None:
@@ -183,7 +184,7 @@ def test_links_with_the_documents_secrets_carry_streams_and_others_are_refused(t
         secrets.append([word for flag, file in files.items() for word in (f"--{flag}", str(folder / file))])
     own, other = secrets
     with ExitStack() as stack:
-        node = stack.enter_context(ServedNode(*OF_NODES, *alone[1], *own))
+        node = stack.enter_context(ServedNode(*OF_NODES, *alone[1], *own, limits=PATIENT))
         front = stack.enter_context(Served("--engines", node.address, *own, *OF_FRONTS))
         got = asyncio.run(streams(front.url, 16))
         assert not differences(alone[0][:16], got)
@@ -203,7 +204,7 @@ def test_links_with_the_documents_secrets_carry_streams_and_others_are_refused(t
 def test_a_node_tells_prometheus_its_own_load_and_goes_on_over_a_restart() -> None:
     """By the names of a server, which counts the same tokens; what runs shows while it runs."""
     with (
-        ServedNode(*OF_NODES, "--metrics-listen", "127.0.0.1:0") as node,
+        ServedNode(*OF_NODES, "--metrics-listen", "127.0.0.1:0", limits=PATIENT) as node,
         Served("--engines", node.address, *OF_FRONTS) as front,
     ):
         (url,) = re.findall(r"the node's metrics are at (http://127\.0\.0\.1:\d+/metrics)$", node.log(), re.MULTILINE)

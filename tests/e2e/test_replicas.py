@@ -32,7 +32,7 @@ def alone() -> tuple[list[Said], tuple[str, ...]]:
 def server(alone: tuple[list[Said], tuple[str, ...]], request: pytest.FixtureRequest) -> Iterator[Served]:
     """With a short silence where a test is about it; else a busy host's pauses are not taken for a loss."""
     silence = getattr(request, "param", "30")
-    with Served(*FLAGS, *alone[1], "--replicas", "2", "--replica-silence", silence) as started:
+    with Served(*FLAGS, *alone[1], "--replicas", "2", limits=f"replica_silence={silence}") as started:
         yield started
 
 

@@ -32,7 +32,8 @@ from replicas.streams import Said, differences, reached, streams
 from support.nodes import Proxy, proxy
 
 SILENCE = 3.0  # seconds
-NODE = ("--max-model-len", "1024", "--kv-memory", "24MiB", "--replica-silence", str(SILENCE))
+LIMITS = f"replica_silence={SILENCE}"
+NODE = ("--max-model-len", "1024", "--kv-memory", "24MiB")
 
 
 @contextmanager
@@ -158,10 +159,10 @@ def main() -> int:
         key.write_text(secrets.token_hex(32))
         key.chmod(0o600)
         keyed = ("--cluster-key-file", str(key))
-        nodes = [stack.enter_context(ServedNode(*NODE, *variant, *keyed)) for _ in range(2)]
+        nodes = [stack.enter_context(ServedNode(*NODE, *variant, *keyed, limits=LIMITS)) for _ in range(2)]
         between = stack.enter_context(proxies(nodes))
         engines = ",".join(str(each.address) for each in between)
-        front = Served("--engines", engines, *keyed, *FLAGS[2:], "--replica-silence", str(SILENCE))
+        front = Served("--engines", engines, *keyed, *FLAGS[2:], limits=LIMITS)
         server = stack.enter_context(front)
         trouble = Trouble(server, nodes, between)
         asyncio.run(trouble.both_ready())

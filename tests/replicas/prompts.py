@@ -38,7 +38,8 @@ LATER, LATE_SECONDS = 1.2, 0.01  # of a first token whose prompt another node co
 TIMED_TOKENS = 1450  # of the prompts whose first tokens are timed
 OF_FRONTS = ("--max-num-queued-reqs", "4096", "--disable-access-log")
 # A thread each: two nodes of one machine must not be slower for the other's sake.
-OF_NODES = ("--kv-memory", "48MiB", "--replica-silence", "5", "--no-packed-cache", "--num-threads", "1")
+OF_NODES = ("--kv-memory", "48MiB", "--no-packed-cache", "--num-threads", "1")
+PATIENT = "replica_silence=5"
 
 
 @dataclass(slots=True)
@@ -153,11 +154,11 @@ class Apart:
         port = free_port()
         self.wire = stack.enter_context(KVWire(f"127.0.0.1:{port}"))
         where = ("--kv-listen", f"127.0.0.1:{port}", "--kv-address", self.wire.address)
-        self.prompts = stack.enter_context(ServedNode(*OF_NODES, *variant, *where, "--role", "prefill"))
+        self.prompts = stack.enter_context(ServedNode(*OF_NODES, *variant, *where, "--role", "prefill", limits=PATIENT))
         own = ("--kv-listen", "127.0.0.1:0")
-        self.answers = stack.enter_context(ServedNode(*OF_NODES, *variant, *own, "--role", "decode"))
+        self.answers = stack.enter_context(ServedNode(*OF_NODES, *variant, *own, "--role", "decode", limits=PATIENT))
         engines = f"{self.prompts.address},{self.answers.address}"
-        self.front = stack.enter_context(Served("--engines", engines, "--replica-silence", "5", *front))
+        self.front = stack.enter_context(Served("--engines", engines, *front, limits=PATIENT))
         self.ready()
 
     def ready(self) -> None:

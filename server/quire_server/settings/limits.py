@@ -28,7 +28,8 @@ class ServerLimits:
     # Clients that read slowly.
     stream_buffer_tokens: int = 256  # waiting for a stream's client; beyond, its request is set aside
     client_min_rate: int = 64  # bytes a second, over the whole of `client_write_timeout`; who takes less is cut off
-    # Several models.
+    # Several engines.
+    replica_silence: float = 2.0  # seconds without a sign of life after which a replica or a node is given up
     model_turn: float = 15.0  # seconds that a busy model stays loaded before it makes room for another
 
 
@@ -61,6 +62,7 @@ REMOVED: Mapping[str, str] = {
     "client_min_rate": f"a client that takes less than {_SERVER.client_min_rate} bytes/s over --client-write-timeout"
     " is cut off",
     # -- Lifetime
+    "replica_silence": f"a replica without a sign of life for {_SERVER.replica_silence:g} s is given up",
     "model_turn": f"a busy model stays loaded for {_SERVER.model_turn:g} s before it makes room for another",
     "engine_restart_window": "--max-engine-restarts counts those of the last 600 s",
     "engine_start_timeout": "a start of the engine that does not get on for 60 s is ended and tried again",

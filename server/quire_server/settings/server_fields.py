@@ -137,9 +137,6 @@ class ServerFields(BaseModel):
         "Lifetime",
         "which replica gets a request: by its predicted first token, cached prefix included",
     )
-    replica_silence: PositiveSeconds = option(
-        2.0, "Lifetime", "a replica that sends no heartbeat for this long is given up; with several replicas", "s"
-    )
     failover_wait: Seconds = option(
         30.0, "Lifetime", "streams wait this long for a replica when none is left, then end with replica_lost", "s"
     )

@@ -52,7 +52,7 @@ class Node:
         engine: Supervisor,
         security: LinkSecurity,
         *,
-        silence_seconds: float = 2.0,
+        silence_seconds: float,
         tokenizer: str = "",
         metrics: NodeMetrics | None = None,
     ) -> None:

@@ -44,7 +44,7 @@ class NodeSet(ReplicaSet):
         model: str,
         tokenizer: str = "",
         failover_seconds: float = 30.0,
-        silence_seconds: float = 2.0,
+        silence_seconds: float,
         resolve_seconds: float = RESOLVE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

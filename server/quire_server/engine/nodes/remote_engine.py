@@ -57,7 +57,7 @@ class RemoteEngine:
         *,
         check: Callable[[NodeState], str],
         quarantine: Quarantine,
-        silence_seconds: float = 2.0,
+        silence_seconds: float,
     ) -> None:
         """`check`: why a node that is ready cannot serve here; empty: it can. `silence_seconds`: without a sign of
         life, after which the node is given up.

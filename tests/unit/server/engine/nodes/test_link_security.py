@@ -64,7 +64,7 @@ async def decoding_counted(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[lis
 
 async def why_refused(node: Served, security: LinkSecurity) -> str:
     """What a front says that connects with these secrets."""
-    engine = RemoteEngine(node.address, security, check=lambda _: "", quarantine=Quarantine())
+    engine = RemoteEngine(node.address, security, check=lambda _: "", quarantine=Quarantine(), silence_seconds=2.0)
     engine.begin()
     try:
         async with asyncio.timeout(300):

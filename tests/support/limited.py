@@ -1,4 +1,4 @@
-"""`quire serve` with limits that no flag sets: `python limited_serve.py header_timeout=2,step_log=256 [flags]`."""
+"""`quire serve` and `quire engine` with limits that no flag sets: `python limited.py step_log=256 serve [flags]`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "server"), str(ROOT / "engine"), str(ROOT / "kernels")]
 
 from quire_engine.limits import SchedulerLimits  # noqa: E402
-from quire_server.commands import serve  # noqa: E402
+from quire_server.commands import engine, serve  # noqa: E402
 from quire_server.engine.restart_policy import RestartPolicy  # noqa: E402
 from quire_server.settings import ServerLimits  # noqa: E402
 
@@ -27,4 +27,4 @@ def change_default(name: str, value: str) -> None:
 if __name__ == "__main__":
     for text in sys.argv[1].split(","):
         change_default(*text.split("="))
-    sys.exit(serve.run(sys.argv[2:]))
+    sys.exit({"serve": serve, "engine": engine}[sys.argv[2]].run(sys.argv[3:]))
