@@ -191,7 +191,6 @@ def engines_of(settings: Settings, output: Output) -> Engines:
         listeners=listeners,
         count=settings.replicas,
         router=_router(settings),
-        failover_seconds=settings.failover_wait,
         shares=core_shares(settings.replicas),
         stderr=output.for_children,
     )
@@ -233,7 +232,6 @@ def _nodes(settings: Settings) -> NodeSet:
         router=_router(settings),
         model=str(settings.model_path),
         tokenizer=tokenizer_digest(Path(settings.tokenizer or settings.model_path)),
-        failover_seconds=settings.failover_wait,
         silence_seconds=ServerLimits().replica_silence,
     )
 

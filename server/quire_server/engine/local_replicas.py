@@ -18,7 +18,7 @@ from quire_engine.types import EngineStats
 from quire_server.engine.kv_events.events import CacheListener
 from quire_server.engine.memory_files import WeightsMemory
 from quire_server.engine.replica_routing import Router
-from quire_server.engine.replicas import ReplicaSet
+from quire_server.engine.replicas import FAILOVER_SECONDS, ReplicaSet
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import Supervisor
 
@@ -37,7 +37,7 @@ class LocalReplicas(ReplicaSet):
         *,
         count: int,
         router: Router,
-        failover_seconds: float = 30.0,
+        failover_seconds: float = FAILOVER_SECONDS,
         shares: Sequence[CoreShare] = (),
         stderr: int | None = None,
         listeners: Sequence[CacheListener] = (),

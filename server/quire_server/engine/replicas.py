@@ -29,6 +29,7 @@ from quire_server.engine.stats_sum import StatsSum
 from quire_server.engine.supervisor import EngineState
 from quire_server.errors import ReplicaLost
 
+FAILOVER_SECONDS = 30.0  # that a stream waits for an engine where none is left
 MOST_LOSSES = 2  # of a request's engines, without a token in between; it gets no third one
 MOST_SILENT = (
     4  # of those that were only out of reach: a machine that a request has stopped is not told from a cut wire
@@ -191,9 +192,9 @@ class ReplicaSet:
     """Several engines as one: see `quire_server.engine.engines.Engines`. How they come to be is the subclasses'."""
 
     def __init__(
-        self, *, router: Router, failover_seconds: float = 30.0, clock: Callable[[], float] = time.monotonic
+        self, *, router: Router, failover_seconds: float = FAILOVER_SECONDS, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`failover_seconds`: how long a stream waits for an engine where none is left."""
+        """`failover_seconds`: see `FAILOVER_SECONDS`."""
         self.on_step: Callable[[StepOutput], None] = lambda _: None
         self.on_restart: Callable[[], None] = lambda: None
         self.on_route: Callable[[str], None] = lambda _: None  # called with each decision's reason, of ROUTE_REASONS

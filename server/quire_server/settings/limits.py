@@ -62,6 +62,7 @@ REMOVED: Mapping[str, str] = {
     "client_min_rate": f"a client that takes less than {_SERVER.client_min_rate} bytes/s over --client-write-timeout"
     " is cut off",
     # -- Lifetime
+    "failover_wait": "streams wait 30 s for a replica when none is left, then end with replica_lost",
     "replica_silence": f"a replica without a sign of life for {_SERVER.replica_silence:g} s is given up",
     "model_turn": f"a busy model stays loaded for {_SERVER.model_turn:g} s before it makes room for another",
     "engine_restart_window": "--max-engine-restarts counts those of the last 600 s",

@@ -137,9 +137,6 @@ class ServerFields(BaseModel):
         "Lifetime",
         "which replica gets a request: by its predicted first token, cached prefix included",
     )
-    failover_wait: Seconds = option(
-        30.0, "Lifetime", "streams wait this long for a replica when none is left, then end with replica_lost", "s"
-    )
     drain_timeout: Seconds = option(30.0, "Lifetime", "after SIGTERM, running requests get this long to finish", "s")
     max_engine_restarts: Annotated[int, Field(ge=0)] = option(
         5, "Lifetime", "engine restarts within ten minutes before giving up with exit code 70"

@@ -21,7 +21,7 @@ from quire_server.engine.nodes.addresses import Source, members
 from quire_server.engine.nodes.frames import NodeState
 from quire_server.engine.nodes.remote_engine import RemoteEngine
 from quire_server.engine.replica_routing import Router
-from quire_server.engine.replicas import Replica, ReplicaSet
+from quire_server.engine.replicas import FAILOVER_SECONDS, Replica, ReplicaSet
 from quire_server.engine.supervisor import EngineState
 
 RESOLVE_SECONDS = 5.0  # between two questions for a name's addresses
@@ -43,7 +43,7 @@ class NodeSet(ReplicaSet):
         router: Router,
         model: str,
         tokenizer: str = "",
-        failover_seconds: float = 30.0,
+        failover_seconds: float = FAILOVER_SECONDS,
         silence_seconds: float,
         resolve_seconds: float = RESOLVE_SECONDS,
         clock: Callable[[], float] = time.monotonic,

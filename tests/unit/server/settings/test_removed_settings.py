@@ -10,6 +10,7 @@ import pytest
 
 from quire import LLM
 from quire_server.commands.plan import run as plan
+from quire_server.engine.replicas import FAILOVER_SECONDS
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.flags import build_parser, parse_flags
 from quire_server.settings import ENV_PREFIX, REMOVED, Settings, SettingsError, flag_name
@@ -99,6 +100,7 @@ def test_the_lines_name_what_there_is() -> None:
     policy = RestartPolicy()
     assert f"last {policy.window_seconds:g} s" in REMOVED["engine_restart_window"]
     assert f"for {policy.start_seconds:g} s" in REMOVED["engine_start_timeout"]
+    assert f"wait {FAILOVER_SECONDS:g} s" in REMOVED["failover_wait"]
 
 
 def test_no_help_shows_it() -> None:
