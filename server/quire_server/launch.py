@@ -202,7 +202,7 @@ def restart_policy(settings: Settings, *, tells_alive: bool) -> RestartPolicy:
         max_restarts=settings.max_engine_restarts,
         hang_seconds=settings.engine_hang_timeout,
         absent_seconds=ServerLimits().replica_silence if tells_alive else None,
-        spare_seconds=_SPARE_SECONDS if settings.spare_engine else None,
+        spare_seconds=_SPARE_SECONDS,
     )
 
 

@@ -41,9 +41,8 @@ class SeveralEngines:
         self._policy = policy
         self._stderr = stderr
         # One process waits to be the next engine of any model.
-        seconds = None if policy.spare_seconds is None else _SPARE_SECONDS
         program = module_command("quire_engine.process")
-        self._spare = Spare(lambda: EngineProcess(program, lambda _: None, stderr=stderr), seconds)
+        self._spare = Spare(lambda: EngineProcess(program, lambda _: None, stderr=stderr), _SPARE_SECONDS)
 
     @property
     def settings(self) -> Settings:

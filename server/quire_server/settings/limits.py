@@ -65,6 +65,7 @@ REMOVED: Mapping[str, str] = {
     "failover_wait": "streams wait 30 s for a replica when none is left, then end with replica_lost",
     "replica_silence": f"a replica without a sign of life for {_SERVER.replica_silence:g} s is given up",
     "model_turn": f"a busy model stays loaded for {_SERVER.model_turn:g} s before it makes room for another",
+    "spare_engine": "a process that has loaded its libraries always waits to be the next engine",
     "engine_restart_window": "--max-engine-restarts counts those of the last 600 s",
     "engine_start_timeout": "a start of the engine that does not get on for 60 s is ended and tried again",
     # -- Observing

@@ -141,9 +141,6 @@ class ServerFields(BaseModel):
     max_engine_restarts: Annotated[int, Field(ge=0)] = option(
         5, "Lifetime", "engine restarts within ten minutes before giving up with exit code 70"
     )
-    spare_engine: bool = option(
-        True, "Lifetime", "keep a process that has loaded its libraries and takes over when the engine ends"
-    )
     engine_hang_timeout: PositiveSeconds = option(
         10.0, "Lifetime", "an engine that is silent for so long, or for five times its longest step, is replaced", "s"
     )

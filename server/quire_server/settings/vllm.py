@@ -586,12 +586,12 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_is("shutdown-timeout", "drain_timeout"),
 )
 
-# What were settings of ours. Those that begin with "enable" were switches.
+# What were settings of ours; some were switches.
 _GONE = tuple(
     VllmFlag(
         name=name.replace("_", "-"),
         short=(),
-        takes="switch" if name.startswith("enable_") else "value",
+        takes="switch" if name.startswith(("enable_", "spare_")) else "value",
         text="",
         setting=name,
         refused=True,

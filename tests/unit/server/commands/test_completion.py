@@ -43,7 +43,7 @@ def test_every_command_and_every_setting_is_there() -> None:
     assert len(flags) > 100
     assert flags <= names("serve")
     assert flags <= names("run-batch") | {"--input-file", "--output-file"}
-    assert "--no-spare-engine" in names("serve")
+    assert "--no-packed-cache" in names("serve")
     assert "--host" not in names("engine")
     assert not [each.name for each in commands() if not each.flags and each.name != "version"]
 
@@ -55,7 +55,7 @@ def test_values_are_the_settings_own() -> None:
     assert flags["--port"] == Flag(
         names=("--port",), help=flags["--port"].help, takes_value=True, values=(), is_file=False
     )
-    assert not flags["--spare-engine"].takes_value
+    assert not flags["--packed-cache"].takes_value
 
 
 def test_the_flags_of_the_kernels_are_the_other_process_s() -> None:
@@ -94,7 +94,7 @@ def test_no_help_text_can_run(shell: str, tmp_path: Path) -> None:
 LINES = [
     ("ser", {"serve"}),
     ("serve --tensor-p", {"--tensor-parallel-size"}),
-    ("serve --no-spare", {"--no-spare-engine"}),
+    ("serve --no-packed", {"--no-packed-cache"}),
     ("serve --dtype bf", {"bfloat16"}),
     ("serve --dtype=fl", {"float16", "float32"}),
     ("serve --port ", set()),

@@ -45,11 +45,11 @@ def test_as_a_flag(name: str) -> None:
     assert refused(flag_name(name)) == (line,)
 
 
-def test_as_a_switch() -> None:
-    flag = "--enable-vllm-metric-names"
-    (line,) = refused(flag)
-    assert line.startswith(f"{flag} is no setting any more")
-    for spelling in ("--no-enable-vllm-metric-names", f"{flag}=false", "--enable_vllm_metric_names=true"):
+@pytest.mark.parametrize("name", ["enable-vllm-metric-names", "spare-engine"])
+def test_as_a_switch(name: str) -> None:
+    (line,) = refused(f"--{name}")
+    assert line.startswith(f"--{name} is no setting any more")
+    for spelling in (f"--no-{name}", f"--{name}=false", f"--{name.replace('-', '_')}=true"):
         assert refused(spelling) == (line,)
 
 
