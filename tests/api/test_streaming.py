@@ -25,10 +25,8 @@ BODIES = {
 both = pytest.mark.parametrize("path", [COMPLETION, CHAT])
 
 
-async def run(
-    path: str, engine: FakeEngine | None = None, settings: dict | None = None, **fields: object
-) -> list[dict]:
-    async with connect(make_app(engine=engine, **(settings or {}))) as client:
+async def run(path: str, engine: FakeEngine | None = None, **fields: object) -> list[dict]:
+    async with connect(make_app(engine=engine)) as client:
         events = await stream(client, path, BODIES[path] | fields)
     chunk = CompletionChunk if path == COMPLETION else ChatCompletionChunk
     for event in events:
@@ -244,12 +242,6 @@ async def test_echo_alone_is_one_chunk() -> None:
     events = await run(COMPLETION, echo=True, max_tokens=0, logprobs=0)
     assert [text_of(event) for event in events] == ["hello"]
     assert len(events[0]["choices"][0]["logprobs"]["tokens"]) == 5
-
-
-@both
-async def test_the_interval_groups_tokens_between_first_and_last(path: str) -> None:
-    events = await run(path, settings={"stream_interval": 4}, max_tokens=12)
-    assert [text for event in events if (text := text_of(event))] == ["T", "he q", "uick", " br"]
 
 
 async def test_tokens_that_arrive_together_are_one_chunk() -> None:

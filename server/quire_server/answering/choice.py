@@ -52,7 +52,6 @@ class TextOptions:
     include_stop: bool = False
     min_tokens: int = 0  # stop strings within the first `min_tokens` tokens are ignored
     skip_special_tokens: bool = True
-    interval: int = 1  # tokens per delta; the first and the last come at once
     new_parser: Callable[[], ReplyParser] | None = None  # makes a parser for each choice; None: all output is text
     counts_thoughts: bool = False  # the usage has the number of reasoning tokens
     shown_ids: frozenset[int] = frozenset()  # special tokens that the parser needs
@@ -155,9 +154,9 @@ class Choice:
         self._num_tokens += len(token_ids)
         return self._detokenizer.push(token_ids)
 
-    def take(self, interval: int) -> ChoiceDelta | None:
+    def take(self) -> ChoiceDelta | None:
         """The delta that is due now, or None."""
-        is_due = self.finish_reason is not None or not self._is_opened or self._num_unsent >= interval
+        is_due = self.finish_reason is not None or not self._is_opened or self._num_unsent > 0
         if not is_due or self._is_closed or (self._num_tokens == 0 and self.finish_reason is None):
             return None
         delta = self._new

@@ -90,7 +90,7 @@ class Lane:
     bytes: what an output means, and how it is rendered, is one code.
     """
 
-    __slots__ = ("_absorb", "_choice", "_frames", "_interval", "_plain", "_prompt", "_way")
+    __slots__ = ("_absorb", "_choice", "_frames", "_plain", "_prompt", "_way")
 
     def __init__(
         self,
@@ -98,7 +98,6 @@ class Lane:
         prompt: _Prompt,
         absorb: Callable[[TokenOutput, float], object],
         frames: Callable[[Sequence[ChoiceDelta]], bytes],
-        interval: int,
         *,
         plain: Callable[[TokenOutput, float], bytes] | None,
     ) -> None:
@@ -107,7 +106,7 @@ class Lane:
         """
         self._way, self._prompt, self._absorb = way, prompt, absorb
         self._choice = prompt.choices[0]
-        self._frames, self._interval, self._plain = frames, interval, plain
+        self._frames, self._plain = frames, plain
 
     def __call__(self, output: TokenOutput) -> bool:
         """Pass an output on; False: it is for the stream's task, and nothing of it was taken in."""
@@ -118,7 +117,7 @@ class Lane:
             self._way.write_now(self._plain(output, time.monotonic()))
             return True
         self._absorb(output, time.monotonic())
-        delta = self._choice.take(self._interval)
+        delta = self._choice.take()
         if delta is not None:
             self._way.write_now(self._frames((delta,)))
         return True
@@ -189,7 +188,7 @@ class Generation:
                     news[self._absorb(output, prompt, now)] = prompt
                 deltas = []
                 for choice, prompt in news.items():
-                    delta = choice.take(self._options.interval)
+                    delta = choice.take()
                     if delta is None:
                         continue
                     deltas.append(delta)
@@ -228,11 +227,11 @@ class Generation:
         """The fast lane of a stream with one choice. Stop strings may end a choice anywhere, which is for the task."""
         if self._way is None or self._num_choices() != 1 or self._options.stop:
             return None
-        ((prompt,), (way, frames, around), interval) = prompts.values(), self._way, self._options.interval
+        ((prompt,), (way, frames, around)) = prompts.values(), self._way
         plain = None
-        if around is not None and interval == 1 and prompt.choices[0].is_plain and self.usage.reasoning_tokens is None:
+        if around is not None and prompt.choices[0].is_plain and self.usage.reasoning_tokens is None:
             plain = self._plain(prompt, *around)
-        return Lane(way, prompt, lambda output, now: self._absorb(output, prompt, now), frames, interval, plain=plain)
+        return Lane(way, prompt, lambda output, now: self._absorb(output, prompt, now), frames, plain=plain)
 
     def _plain(self, prompt: _Prompt, before: bytes, after: bytes) -> Callable[[TokenOutput, float], bytes]:
         """Takes in an output and renders its frame, for a choice whose tokens are text and nothing else."""

@@ -407,7 +407,6 @@ def _text_options(state: ServerState, options: GenerationOptions, parsing: Reply
         include_stop=options.stop.include_stop,
         min_tokens=options.stop.min_tokens,
         skip_special_tokens=options.reply.skip_special_tokens,
-        interval=state.settings.stream_interval if options.reply.stream else 1,
         new_parser=None if parsing is None else parsing.new_parser,
         counts_thoughts=parsing is not None and _formats(state, options).marks is not None,
         shown_ids=frozenset() if parsing is None else parsing.shown_ids,

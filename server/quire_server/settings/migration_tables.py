@@ -222,7 +222,6 @@ SGLANG = Server(
         setting_row("--enable-priority-scheduling", "scheduling_policy", "", lambda _: ("--scheduling-policy", "priority")),
         setting_row("--disable-radix-cache", "enable_prefix_caching", "", switched("enable_prefix_caching", on=False)),
         setting_row("--disable-overlap-schedule", "async_scheduling", "", lambda _: ("--async-scheduling", "off")),
-        setting_row("--stream-interval", "stream_interval"),
         setting_row("--stream-response-default-include-usage", "enable_force_include_usage", "in every chunk too", switched("enable_force_include_usage")),
         setting_row("--enable-deterministic-inference", "deterministic", "on a CPU it is always so", switched("deterministic")),
         setting_row("--tp-size --tensor-parallel-size --tp", "tensor_parallel_size", "each is a process", _first_of_two),
@@ -254,6 +253,7 @@ SGLANG = Server(
             "--enable-nccl-nvls --enable-symm-mem --enable-mscclpp --enable-torch-symm-mem --pre-warm-nccl --enable-fused-* --enable-tf32-matmul "
             "--enable-aiter-* --disable-aiter-* --enable-nvidia-megakernel --enable-amd-monokernel --enable-lean-attention --nccl-port "
             "--enable-p2p-check --numa-node --context-bucket", _KERNELS),
+        nothing("--stream-interval", "tokens are sent as they come"),
         nothing("--*-worker-num --skip-server-warmup --warmups --schedule-conservativeness --num-continuous-decode-steps "
             "--scheduler-recv-interval --enable-mixed-chunk --enable-dynamic-chunking --prefill-* --enable-prefill-delayer "
             "--enable-dynamic-batch-tokenizer --dynamic-batch-tokenizer-* --enable-tokenizer-batch-encode --disable-tokenizer-batch-decode "

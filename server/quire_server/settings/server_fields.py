@@ -112,7 +112,6 @@ class ServerFields(BaseModel):
     )
 
     # -- Streaming
-    stream_interval: Positive = option(1, "Streaming", "tokens per streamed chunk; the first comes at once", "tokens")
     enable_force_include_usage: bool = option(
         False, "Streaming", "usage in every chunk of a stream, even if not requested"
     )

@@ -436,6 +436,7 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_any("use-v2-block-manager disable-cascade-attn", "there is one kind", "switch"),
     *_any("disable-hybrid-kv-cache-manager", "layers with a window give their blocks back", "switch"),
     *_any("multi-step-stream-outputs disable-async-output-proc", "tokens are sent as they come", "switch"),
+    *_any("stream-interval", "tokens are sent as they come"),
     *_any("disable-frontend-multiprocessing", "the engine is always a process of its own", "switch"),
     # -- Execution
     *_any("enforce-eager", _GRAPHS, "switch"),

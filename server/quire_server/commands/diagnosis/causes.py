@@ -274,7 +274,7 @@ def _stalls(window: Window) -> Cause | None:
         name="event loop stalls: the API process is late",
         weight=min(1.0, 5 * share + (worst or 0.0)),
         numbers=f"{share:.1%} of the time late, p99 {duration(worst)}",
-        remedy="a core that compute threads do not take (--num-threads), --stream-interval 4, shorter prompts as text",
+        remedy="a core that compute threads do not take (--num-threads), --api-server-count 2, shorter prompts as text",
     )
 
 
