@@ -83,7 +83,7 @@ async def serve(settings: Settings, engines: Engines | SeveralEngines, starting:
             if others is not None and not isinstance(engines, SeveralEngines):
                 others.open(state, engines)
             stats = [
-                begin(partial(log_throughput, each.metrics, settings.log_stats_interval, name), "stats")
+                begin(partial(log_throughput, each.metrics, each.limits.log_stats_interval, name), "stats")
                 for each in state.every
                 for name in ("" if state.catalog is None else each.model_names[0],)
             ]

@@ -136,7 +136,7 @@ def test_a_signal_at_any_moment_of_a_start_ends_it_in_one_line(moment: str, numb
 
 
 def test_json_logs_with_the_requests_id() -> None:
-    with Served("--log-format", "json", "--log-stats-interval", "0.2") as server:
+    with Served("--log-format", "json", limits="log_stats_interval=0.2") as server:
         httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "mine-1"}).raise_for_status()
         body = {"prompt": "Once", "max_tokens": 64, "ignore_eos": True}
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()

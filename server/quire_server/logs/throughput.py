@@ -17,10 +17,8 @@ log = logging.getLogger("quire.stats")
 async def log_throughput(metrics: Metrics, interval: float, model: str = "") -> None:
     """Log a line every `interval` seconds while requests run, and one after they have ended. Until cancelled.
 
-    An interval of 0 is never. `model`: of several, whose name begins the line.
+    `model`: of several, whose name begins the line.
     """
-    if interval <= 0:
-        return
     before, was_active = metrics.throughput(), False
     clock = time.monotonic()
     while True:

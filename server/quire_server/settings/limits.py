@@ -28,6 +28,8 @@ class ServerLimits:
     # Clients that read slowly.
     stream_buffer_tokens: int = 256  # waiting for a stream's client; beyond, its request is set aside
     client_min_rate: int = 64  # bytes a second, over the whole of `client_write_timeout`; who takes less is cut off
+    # Logs.
+    log_stats_interval: float = 10.0  # seconds between two lines with throughput, queue and cache, while requests run
     # Several engines.
     replica_silence: float = 2.0  # seconds without a sign of life after which a replica or a node is given up
     model_turn: float = 15.0  # seconds that a busy model stays loaded before it makes room for another
@@ -69,6 +71,8 @@ REMOVED: Mapping[str, str] = {
     "engine_restart_window": "--max-engine-restarts counts those of the last 600 s",
     "engine_start_timeout": "a start of the engine that does not get on for 60 s is ended and tried again",
     # -- Observing
+    "log_stats_interval": f"a line with throughput, queue and cache comes every {_SERVER.log_stats_interval:g} s while"
+    " requests run; --log-level warning leaves it out",
     "enable_vllm_metric_names": "metrics are always exported under their vllm: names too",
 }
 

@@ -183,9 +183,6 @@ class ServerFields(BaseModel):
         option("info", "Observing", "lowest level that is logged")
     )
     log_format: Literal["text", "json"] = option("text", "Observing", "json is one object per line")
-    log_stats_interval: Seconds = option(
-        10.0, "Observing", "a line with throughput, queue and cache this often when active; 0 is never", "s"
-    )
     enable_log_requests: bool = option(False, "Observing", "log each request's parameters, never its text")
     disable_access_log: bool = option(False, "Observing", "no line per HTTP request")
     otlp_traces_endpoint: str | None = option(

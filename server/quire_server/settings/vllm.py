@@ -214,7 +214,6 @@ _VARIABLES: Mapping[str, str] = {
     "VLLM_LOGGING_LEVEL": "--log-level",
     "VLLM_CONFIGURE_LOGGING": "--log-level and --log-format",
     "VLLM_LOGGING_CONFIG_PATH": "--log-level and --log-format",
-    "VLLM_LOG_STATS_INTERVAL": "--log-stats-interval",
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "--timeout-keep-alive",
     "VLLM_ATTENTION_BACKEND": "--attention",
     "VLLM_BATCH_INVARIANT": "--deterministic",
@@ -553,7 +552,7 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_never("engram-config", "models with tables of n-grams are not served", "json"),
     *_never("aux-output-config", "replies have what the API documents", "json"),
     # -- Observing
-    *_is("disable-log-stats", "log_stats_interval", "0 is never", "switch", {"on": "0", "off": None}),
+    *_any("disable-log-stats", "a line with throughput comes every 10 s; --log-level warning leaves it out", "switch"),
     *_is("disable-log-requests", "enable_log_requests", takes="switch", values={"on": False, "off": True}),
     *_any("max-log-len", "texts are never logged"),
     *_off("enable-log-outputs", "texts are never logged"),

@@ -103,7 +103,3 @@ def test_the_line_comes_while_active_and_once_after(caplog: pytest.LogCaptureFix
 
     caplog.set_level(logging.INFO, logger="quire.stats")
     asyncio.run(scenario())
-
-
-def test_an_interval_of_zero_is_never():
-    asyncio.run(asyncio.wait_for(log_throughput(Metrics("tiny"), 0), timeout=5))

@@ -244,7 +244,6 @@ def test_the_limit_of_log_probabilities(given: str, most: int):
 
 def test_our_own_flag_wins_over_its_other_name():
     assert parse_flags(["--log-level", "error", "--uvicorn-log-level", "info"]).log_level == "error"
-    assert parse_flags(["--disable-log-stats"]).log_stats_interval == 0
     assert parse_flags(["--long-prefill-token-threshold", "0"]).prefill_chunk == Settings().prefill_chunk
     assert parse_flags(["--long-prefill-token-threshold", "64"]).prefill_chunk == 64
     assert parse_flags(["--max-model-len", "-1"]).max_model_len is None
