@@ -169,7 +169,7 @@ async def answer(
             progress=generation,
             failure=rendering.failure,
             headers=job.headers,
-            keep_alive_seconds=state.settings.sse_keep_alive_interval if keep_alive else 0.0,
+            keep_alive_seconds=state.limits.sse_keep_alive_interval if keep_alive else 0.0,
             keep_alive=keep_alive,
             media_type=media_type,
             on_way=lambda way: generation.way(way, rendering.frames, rendering.around_text()),

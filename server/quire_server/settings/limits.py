@@ -25,7 +25,8 @@ class ServerLimits:
     # What clients keep on the disk, with --batch-dir.
     max_file_bytes: int = 200 << 20  # of one upload
     max_files_bytes: int = 10 << 30  # of all files of a tenant, or a key, with uploads and results under way
-    # Clients that read slowly.
+    # Streams, and clients that read slowly.
+    sse_keep_alive_interval: float = 15.0  # seconds of silence until a stream gets a comment line, or a ping
     stream_buffer_tokens: int = 256  # waiting for a stream's client; beyond, its request is set aside
     client_min_rate: int = 64  # bytes a second, over the whole of `client_write_timeout`; who takes less is cut off
     # Logs.

@@ -105,7 +105,6 @@ LLAMA_SERVER = Server(
         setting_row("--chat-template-file", "chat_template"),
         setting_row("--chat-template-kwargs", "default_chat_template_kwargs"),
         setting_row("-to --timeout", "client_write_timeout", "for a client that does not read"),
-        setting_row("--sse-ping-interval", "sse_keep_alive_interval", convert=unless("sse_keep_alive_interval", ["-1"])),
         setting_row("--pooling", "pooling", "", one_of("pooling", {"mean": "mean", "last": "last", "none": "none"}, "mean, last or none")),
         setting_row("-md --model-draft --spec-draft-model", "speculation", "", _draft),
         setting_row("--spec-type", "speculation", "", one_of("speculation", {"none": "off", **dict.fromkeys(
@@ -146,6 +145,7 @@ LLAMA_SERVER = Server(
         nothing("--reasoning-format", "thoughts are apart from the answer where the model's format is known; --reasoning-parser names one"),
         nothing("--metrics --props --slots --no-slots --ui --webui --no-ui --no-webui --ui-config --webui-config --ui-config-file "
             "--webui-config-file", f"/metrics, /debug and the pages are always there; {_NO_UI}"),
+        nothing("--sse-ping-interval", "a silent stream gets a comment line every 15 s"),
         nothing("--reuse-port", "--api-server-count shares a port among processes"),
         nothing("--cors-methods --cors-headers --cors-credentials --no-cors-credentials", "they follow from --allowed-origins"),
         nothing("--embedding --embeddings --rerank --reranking --embd-normalize --spm-infill", "the routes are there where the model can do it"),

@@ -115,9 +115,6 @@ class ServerFields(BaseModel):
     enable_force_include_usage: bool = option(
         False, "Streaming", "usage in every chunk of a stream, even if not requested"
     )
-    sse_keep_alive_interval: Seconds = option(
-        15.0, "Streaming", "a silent stream gets a comment line this often; 0 is never", "s"
-    )
     client_write_timeout: PositiveSeconds = option(
         60.0, "Streaming", "disconnect a client that reads slower than 64 bytes/s for this long", "s"
     )

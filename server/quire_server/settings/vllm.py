@@ -436,6 +436,7 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_any("disable-hybrid-kv-cache-manager", "layers with a window give their blocks back", "switch"),
     *_any("multi-step-stream-outputs disable-async-output-proc", "tokens are sent as they come", "switch"),
     *_any("stream-interval", "tokens are sent as they come"),
+    *_any("sse-keep-alive-interval", "a silent stream gets a comment line every 15 s"),
     *_any("disable-frontend-multiprocessing", "the engine is always a process of its own", "switch"),
     # -- Execution
     *_any("enforce-eager", _GRAPHS, "switch"),
