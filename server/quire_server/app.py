@@ -162,7 +162,6 @@ async def _lifespan(app: FastAPI, state: ServerState, collectors: Collectors) ->
     """The server's own tasks, from the first request to the last one."""
     watch = asyncio.create_task(watch_event_loop(state.metrics), name="event-loop-watch")
     others = [each.metrics for each in state.every[1:]]
-    await asyncio.to_thread(state.metrics.energy.begin)  # of one model alone: the counters are the machine's
     seconds = asyncio.create_task(tell_seconds(state.metrics, app.state.feed, others), name="seconds")
     usage = asyncio.create_task(state.metrics.usage.keep(), name="usage")
     memory = begin(MemoryReturn(state.metrics.memory_given_back).run, "memory")

@@ -185,7 +185,6 @@ READS_FILES = {
     "quire_engine.execution.optional_paths": "a trusted folder, and the kernels' own files",
     "quire_engine.cost_model": "a command's own file",
     "quire_engine.execution.models.checkpoint": "/proc/self/maps",
-    "quire_server.metrics.energy": "/sys",
     "quire_server.http.memory": "/proc/self/statm",
     "quire_server.checkpoint.gguf_folder": "its own lock",
     "quire_server.batches.store": "its own folder",

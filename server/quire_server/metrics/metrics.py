@@ -21,7 +21,6 @@ from prometheus_client.registry import Collector
 from quire_engine.config import EnginePlan
 from quire_engine.types import WAIT_REASONS
 from quire_server.metrics.adapter_metrics import AdapterMetrics
-from quire_server.metrics.energy import EnergyMetrics
 from quire_server.metrics.gpu_use import GpuMetrics
 from quire_server.metrics.history import MINUTE, History
 from quire_server.metrics.metric_catalog import (
@@ -86,8 +85,8 @@ class Metrics:
         self._engine = EngineMetrics(values)
         self._plan = PlanMetrics(values)
         self._minute, self.gpu = MinuteMetrics(values), GpuMetrics(values)
-        self.tenants, self.energy = TenantMetrics(values, tenants), EnergyMetrics(values)
-        self._adapters, self.models, self.batches = AdapterMetrics(values), ModelMetrics(values), BatchMetrics(values)
+        self.tenants, self._adapters = TenantMetrics(values, tenants), AdapterMetrics(values)
+        self.models, self.batches = ModelMetrics(values), BatchMetrics(values)
         self.observe_step, self.load_took = (
             self._engine.observe,
             self._plan.load_seconds.set,
@@ -247,7 +246,6 @@ class Metrics:
 
     def tick(self) -> bytes:
         """A second has passed: update the gauges over the last minute; returns the new values as JSON."""
-        self.energy.tick()
         history = self.history
         news = history.tick(time.monotonic(), time.time())
         self._minute.show(
