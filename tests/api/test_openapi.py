@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 POSTS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/score", "/infill"),
     *("/v1/rerank", "/v2/rerank", "/rerank", "/classify", "/v1/classify"),
-    *("/invocations", "/tokenize", "/detokenize", "/v1/chat/completions/input_tokens"),
+    *("/tokenize", "/detokenize", "/v1/chat/completions/input_tokens"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
     *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"),
     *("/admin/load", "/admin/sleep", "/admin/unload"),

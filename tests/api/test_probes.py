@@ -8,6 +8,7 @@ import pytest
 
 from quire_server.answering import deep_check
 from quire_server.state import REMEDY_SECONDS, ServerState
+from support.events import until
 from support.fake_engine import FakeEngine
 from support.fakes import connect, make_app, make_state
 
@@ -100,3 +101,33 @@ async def test_the_deep_check_is_no_public_path() -> None:
     async with connect(make_app(api_key=("key",))) as client:
         assert (await client.get("/health/deep")).status_code == 401
         assert (await client.get("/health/deep", headers={"x-api-key": "key"})).status_code == 200
+
+
+async def test_balancers_need_no_key() -> None:
+    async with connect(make_app(api_key=("secret-of-the-client",))) as client:
+        for method, path in (("GET", "/ping"), ("POST", "/ping"), ("GET", "/load")):
+            assert (await client.request(method, path)).status_code == 200
+
+
+async def test_ping_is_the_readiness() -> None:
+    state = make_state()
+    async with connect(make_app(state)) as client:
+        for method in ("GET", "POST"):
+            assert (await client.request(method, "/ping")).json() == {"status": "ready"}
+        state.draining = True
+        for method in ("GET", "POST"):
+            assert (await client.request(method, "/ping")).status_code == 503
+
+
+async def test_load_is_the_number_of_requests() -> None:
+    engine = FakeEngine(step_seconds=0.005)
+    engine.hold()
+    state = make_state(engine=engine)
+    async with connect(make_app(state)) as client:
+        assert (await client.get("/load")).json() == {"server_load": 0}
+        waiting = [asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"})) for _ in range(3)]
+        await until(lambda: state.client.in_flight == 3)
+        assert (await client.get("/load")).json() == {"server_load": 3}
+        engine.release()
+        await asyncio.gather(*waiting)
+        assert (await client.get("/load")).json() == {"server_load": 0}

@@ -75,9 +75,9 @@ def test_the_reference_describes_and_tries_every_route(keyed: Served) -> None:
             "[...document.querySelectorAll('.operation .problem')].map((one) => one.closest('.operation').innerText)"
         )
         # Nothing is stored by the name that stands in every field, no step or request has it; files and views are off.
-        # The embedded model is no classifier, and the page knows no body for a route that takes those of four others.
+        # The embedded model is no classifier.
         # The one field of /slots is no text.
-        known = ("{response_id}", "/classify", "/invocations", "/v1/files", "/v1/batches", "/slots")
+        known = ("{response_id}", "/classify", "/v1/files", "/v1/batches", "/slots")
         # This server has no admin key, so that all of /debug is closed, and says so.
         problems = [text for text in problems if not any(name in text for name in known)]
         assert [text.split("\n")[0] for text in problems if not ("/debug" in text and "\n403 " in text)] == []

@@ -170,7 +170,7 @@ ROUTES: list[tuple[str, str, int, int, str]] = [
     ("GET", "/", 404, 200, "a page for people"),
     ("GET", "/tokenizer_info", 404, 200, "vLLM needs a flag; lm-eval asks for it"),
     ("GET", "/load", 200, 200, ""), ("GET", "/ping", 200, 200, ""), ("POST", "/ping", 200, 200, ""),
-    ("POST", "/invocations", 400, 415, "no body is no JSON"),
+    ("POST", "/invocations", 400, 404, "the route of one cloud"),
 ]  # fmt: skip
 
 

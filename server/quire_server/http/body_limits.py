@@ -20,7 +20,7 @@ OTHER_VALUES = 1 << 18  # values of a body besides the ids of full contexts, suc
 VALUE_BYTES = 4  # bytes of an id on average, if the operator has set the limit in bytes
 MANY_INPUTS = frozenset(
     {
-        *("/v1/embeddings", "/v1/score", "/score", "/invocations"),
+        *("/v1/embeddings", "/v1/score", "/score"),
         *("/v1/rerank", "/v2/rerank", "/rerank", "/classify", "/v1/classify", "/api/embed"),
     }
 )

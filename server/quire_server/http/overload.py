@@ -19,7 +19,7 @@ from quire_server.http.guard import is_admin_path, send_error
 
 QUEUED_PATHS = (
     *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/infill"),
-    *("/v1/embeddings", "/v1/score", "/score", "/invocations"),
+    *("/v1/embeddings", "/v1/score", "/score"),
     *("/v1/rerank", "/v2/rerank", "/rerank", "/classify", "/v1/classify"),
     *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
 )

@@ -62,12 +62,6 @@ BODIES: dict[str, tuple[dict[str, Any], ...]] = {
     "/v1/embeddings": ({"input": [MARK]},),
     "/v1/score": ({"text_1": MARK, "text_2": [MARK]},),
     "/score": ({"queries": MARK, "documents": [MARK]},),
-    "/invocations": (
-        _CHAT,
-        {"prompt": MARK, "max_tokens": 4},
-        {"input": [MARK]},
-        {"queries": MARK, "documents": [MARK]},
-    ),
     **dict.fromkeys(
         ("/rerank", "/v1/rerank", "/v2/rerank"), ({"query": MARK, "documents": [MARK, {"text": MARK}], "top_n": 1},)
     ),
