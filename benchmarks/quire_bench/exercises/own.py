@@ -20,11 +20,11 @@ TIGHT_BLOCKS = 64
 _NARROW_BLOCKS = 1024
 _BLOCK_SIZE = 16
 # On a CPU steps are planned one by one, and a request has the same bits alone as in any batch.
-_FLAGS = ("--device", "cpu", "--block-size", str(_BLOCK_SIZE), "--max-num-seqs", str(SLOTS))
+_FLAGS = ("--learn", "--device", "cpu", "--block-size", str(_BLOCK_SIZE), "--max-num-seqs", str(SLOTS))
 
 
 class OwnServers:
-    """The servers of the embedded model that checks start for themselves: with few slots, or with a small pool."""
+    """The servers of the embedded model that checks start and pause for themselves: few slots, or a small pool."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()

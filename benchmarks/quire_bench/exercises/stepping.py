@@ -5,20 +5,18 @@ Promises: the live server's steps beside the simulator's, slice for slice; reque
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from uuid import uuid4
 
-from quire_bench.exercises.logs import lengths_by_request, recorded
-from quire_bench.exercises.own import SLOTS, OwnServers
+from quire_bench.exercises.own import OwnServers
+from quire_bench.exercises.paced import paused
 from quire_bench.facts import batching, steps
-from quire_bench.facts.fact import Fact, equal, renamed
+from quire_bench.facts.fact import Fact, NotShown, equal, renamed
 from quire_bench.facts.live import Live
+from quire_bench.facts.logs import arrivals_of, lengths_by_request, recorded
 from quire_bench.servers import BenchError
 from quire_engine.batch import Batch
 from quire_engine.simulation.lengths import exercise_setup, rows_of
@@ -32,8 +30,6 @@ from quire_engine.simulation.simulator import simulate
 LENGTHS = (32, 128, 64, 256)
 ARRIVALS = (0, 2, 4, 6)  # in steps
 _ENDS = "32, 130, 68, 262"  # after so many steps
-_TRIES = 3  # a machine that does other work may take longer to send a request than a slot is held for it
-_PATIENCE = 20.0
 
 Slice = tuple[int, int, int]  # the request's length, start, tokens
 
@@ -53,7 +49,7 @@ class Steps:
 
 def jobs(live: Live, own: OwnServers) -> list[Fact]:
     """S3.1: jobs of 10, 50, 100 and 200 tokens take 200 iterations and 360 token-steps, four at once at most."""
-    together = _entering(own.narrow(), steps.LENGTHS, ())
+    together = _entering(own.narrow(), steps.LENGTHS, (0, 0, 0, 0))
     return [
         *renamed("S3.1", steps.finish_steps(live)),
         *alike("S3.1 entering together,", together, simulated(steps.LENGTHS, (0, 0, 0, 0))),
@@ -71,7 +67,7 @@ def at_once(live: Live, own: OwnServers) -> list[Fact]:
         planned_alike("S1.3 steps of this server that its requests alone bring about again", told, _replayed(told))
     ]
     expected = simulated(LENGTHS, (0, 0, 0, 0))
-    facts += alike("S1.3", _entering(own.narrow(), LENGTHS, ()), expected)
+    facts += alike("S1.3", _entering(own.narrow(), LENGTHS, (0, 0, 0, 0)), expected)
     return [*facts, *renamed("S1.3", [*batching.static_batching(live), *batching.block_growth(live)])]
 
 
@@ -153,48 +149,19 @@ def _replayed(told: Recording) -> Replay:
 
 
 def _entering(own: Live, lengths: Sequence[int], arrivals: Sequence[int]) -> Steps:
-    """The steps of requests that enter so many steps after the first of them; without arrivals all at once."""
-    for _ in range(_TRIES):
-        found = steps_of(_queued(own, lengths, arrivals), lengths)
-        first = {length: step for step, each in reversed([*enumerate(found.slices)]) for length, _, _ in each}
-        if [first.get(length) for length in lengths] == list(arrivals or [0] * len(lengths)):
-            break
-    return found
-
-
-def _queued(own: Live, lengths: Sequence[int], arrivals: Sequence[int]) -> Recording:
-    """A request's arrival at a step cannot be had by sending it in time, as a step takes less than a millisecond.
-
-    So all are sent while every slot is held, and wait in the queue. Then the slots are freed: all at once, or by four
-    short requests that run first and end in the steps before those in which the others are to enter.
-    """
-    own.until_idle()
-    begin, holder, began = own.last_step(), f"exercise-{uuid4().hex}", threading.Event()
-    short = [SLOTS + arrival for arrival in arrivals]
-    calls: list[Future[object]] = []
-    with ThreadPoolExecutor(1 + len(short) + len(lengths)) as pool:
-        longest = own.max_model_len - SLOTS
-        calls.append(pool.submit(partial(own.stream, own.prompt(1), longest, began, holder, n=SLOTS)))
-        if not began.wait(_PATIENCE):
-            raise BenchError("the request that holds the slots has not begun")
-        try:
-            for length in (*short, *lengths):  # first come, first served: each is there before the next is sent
-                calls.append(pool.submit(partial(own.complete, own.prompt(1), length)))
-                _until_live(own, len(calls))
-        finally:
-            own.request("POST", "/admin/abort", {"request_id": holder}, admin=True).read()
-        for call in calls:
-            call.result()
-    own.until_idle()
-    return recorded(own, begin)
-
-
-def _until_live(own: Live, count: int) -> None:
-    """Raises BenchError where so many requests are not there in time."""
-    deadline = time.monotonic() + _PATIENCE
-    while own.debug("requests")["num_live"] < count:
-        if time.monotonic() > deadline:
-            raise BenchError(f"{count} requests were not queued in {_PATIENCE:g} s")
+    """The steps of requests that arrive so many steps after the first of them, between two steps of a paused server."""
+    begin = own.last_step()
+    with paused(own, len(lengths)) as pause:
+        for length, wait in zip(lengths, (0, *(b - a for a, b in pairwise(arrivals))), strict=True):
+            if wait:
+                pause.step(wait)
+            pause.send(partial(own.complete, own.prompt(1), length))
+        pause.replies()
+    told = recorded(own, begin)
+    came = arrivals_of(told, lengths)
+    if came != list(arrivals):
+        raise NotShown(f"requests came after {', '.join(map(str, came))} steps: the pause ended early")
+    return steps_of(told, lengths)
 
 
 def _peak_step(found: Steps) -> int:

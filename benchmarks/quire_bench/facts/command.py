@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from quire_bench.facts.fact import Fact
+from quire_bench.facts.fact import Fact, NotShown, not_shown
 from quire_bench.facts.live import Live
 from quire_bench.servers import BenchError
 
@@ -71,6 +71,8 @@ def run_checks(live: Live, checks: Checks, wanted: Sequence[str]) -> list[Fact]:
         try:
             live.until_idle()
             facts += check(live)
+        except NotShown as reason:
+            facts.append(not_shown("/".join(names), str(reason)[:160]))
         except BenchError as error:
             facts.append(Fact(name="/".join(names), expected="an answer", got=str(error)[:160], ok=False))
     return facts

@@ -5,8 +5,16 @@ Promises: what was expected and what came, in words a person can compare.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+
+from quire_bench.servers import BenchError
+
+_TRIES = 3
+
+
+class NotShown(BenchError):
+    """Raised where a server or its machine cannot show a fact; one line with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +55,30 @@ def at_most(name: str, bound: float, got: float, unit: str = "") -> Fact:
 def not_shown(name: str, reason: str) -> Fact:
     """A fact that this server cannot show."""
     return Fact(name=name, expected="", got=reason, ok=True, shown=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Try:
+    """One try at facts, some of which need circumstances that a busy machine may not bring about."""
+
+    certain: tuple[Fact, ...] = ()  # whatever the circumstances
+    others: tuple[Fact, ...] = ()  # a failure counts only under the right circumstances
+    missing: str = ""  # of the circumstances; empty: all were there
+
+
+def tried(check: Callable[[], Try]) -> list[Fact]:
+    """The facts of the first try that nothing speaks against or that had its circumstances, of three at most.
+
+    Where the circumstances were missing each time, what does not hold is not shown.
+    """
+    for _ in range(_TRIES):
+        found = check()
+        if not found.missing or all(fact.ok for fact in (*found.certain, *found.others)):
+            return [*found.certain, *found.others]
+        if not all(fact.ok for fact in found.certain):
+            break
+    unclear = [fact if fact.ok else not_shown(fact.name, f"{fact.got}, but {found.missing}") for fact in found.others]
+    return [*found.certain, *unclear]
 
 
 def renamed(name: str, facts: Iterable[Fact]) -> list[Fact]:

@@ -1,6 +1,7 @@
 """Facts on time and overload: F5, F17, F18.
 
-Promises: the server's own times, of load that is made here.
+Promises: the server's own times, of load that is made here. A busy machine only lengthens times, so what is too long
+speaks against a server where nothing that was measured beside it explains it; else it is not shown.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from statistics import median
 from typing import Any
 
@@ -17,6 +20,10 @@ from quire_bench.facts.live import Live
 from quire_bench.servers import BenchError
 
 _REPEATS = 20
+_HOPS_MS = 1.0  # that a request and its first token may take between the server's two processes
+_RESIDUAL = 5.0  # %
+_ALERT_SECONDS = 30.0 + 30.0  # of the window that the alert's value is a mean of, and for which it must hold
+_TELLING_SECONDS = 5.0  # for a second's end to be told
 _STEADY_SECONDS = 75.0  # a minute's window, and what leads up to it
 _FILL_SECONDS, _OVERLOAD_SECONDS = 300.0, 180.0  # until the pool is full; from then on, until the alert
 _FULL, _ALERT_ABOVE = "QuireKVCacheFull", 0.9
@@ -27,17 +34,37 @@ _SPARE_STEPS = 1.25  # of an answer, over the steps that the others' prompts tak
 def first_token_parts(live: Live) -> list[Fact]:
     """F5: the time to the first token is the queue's and the prompt's, of requests that come alone."""
     names = ("time_to_first_token", "request_queue_time", "request_prefill_time")
+    stall, probes = (live.gain(f"quire_event_loop_stall_seconds_{part}") for part in ("sum", "count"))
     rests = []
     for _ in range(_REPEATS):
         whole, queue, prefill = (live.gain(f"quire_{name}_seconds_sum") for name in names)
         live.complete(live.prompt(64), 2)
-        rests.append(abs(whole() - queue() - prefill()))
-    return [at_most("F5 first token beyond queue and prompt, median", 1.0, median(rests) * 1e3, " ms")]
+        rests.append(1e3 * (whole() - queue() - prefill()))
+    deadline = time.monotonic() + _TELLING_SECONDS
+    while not probes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return [beyond_queue_and_prompt(rests, 1e3 * stall() / max(probes(), 1))]
+
+
+def beyond_queue_and_prompt(rests: Sequence[float], stall: float) -> Fact:
+    """Judge what is left of each time to a first token by how late the server's loop ran timers meanwhile, both in ms.
+
+    On a quiet machine the median is short. On a busy one even the shortest is as late as the loop.
+    """
+    name = "F5 first token beyond queue and prompt, median"
+    found, least = median(map(abs, rests)), min(map(abs, rests))
+    if found <= _HOPS_MS:
+        return at_most(name, _HOPS_MS, found, " ms")
+    if least <= _HOPS_MS + 2 * stall:  # the loop has a turn for the request and one for its token
+        said = f"{found:.4g} ms; the shortest of {len(rests)} is {least:.4g} ms, and the loop is {stall:.4g} ms late"
+        return not_shown(name, said)
+    return at_most(f"{name}; the loop is {stall:.4g} ms late, the shortest", _HOPS_MS + 2 * stall, least, " ms")
 
 
 def littles_law(live: Live) -> list[Fact]:
     """F18: L = lambda W within 5 % after a minute of steady load."""
     over = threading.Event()
+    before = live.gain("quire_time_to_first_token_seconds_count")
 
     def stream(number: int) -> None:
         time.sleep(number * 0.05)
@@ -48,11 +75,20 @@ def littles_law(live: Live) -> list[Fact]:
     for each in streams:
         each.start()
     time.sleep(_STEADY_SECONDS)
-    residual = live.metric("quire_littles_law_residual_ratio")
+    residual, ended = live.metric("quire_littles_law_residual_ratio"), before() * 60 / _STEADY_SECONDS
     over.set()
     for each in streams:
         each.join()
-    return [at_most("F18 residual of Little's law", 5.0, abs(residual) * 100, " %")]
+    return [both_sides_of_littles_law(100 * abs(residual), streams=len(streams), ended=ended)]
+
+
+def both_sides_of_littles_law(residual: float, *, streams: int, ended: float) -> Fact:
+    """The residual in %; the requests of `streams` at a window's two ends are counted on one side alone."""
+    name, edges = "F18 residual of Little's law", 200 * streams / max(ended, 1.0)
+    if _RESIDUAL < residual <= _RESIDUAL + edges:
+        said = f"{residual:.4g} %, of which {edges:.4g} % may be the ends of a minute with {ended:.0f} requests"
+        return not_shown(name, said)
+    return at_most(name, _RESIDUAL, residual, " %")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,15 +150,23 @@ def full_cache_alerts(live: Live) -> list[Fact]:
         over.set()
         for each in streams:
             each.join()
-    got = ", ".join(sorted(_firing(seconds))) or "none"
-    return [
-        Fact(
-            name=name,
-            expected=_FULL,
-            got=f"{got}; at most {_most_used(seconds):.0%} was used",
-            ok=_FULL in _firing(seconds),
-        )
-    ]
+    used = [each["used"] / each["total"] for each in (second["frame"]["blocks"] for second in seconds)]
+    return [full_cache(name, used, _firing(seconds))]
+
+
+def full_cache(name: str, used: Sequence[float], firing: set[str]) -> Fact:
+    """Whether the alert fires; `used`: the share of the pool at each second's end.
+
+    That it does not fire speaks against the server only where the pool stayed full for the alert's time; a slow machine
+    or client may leave it emptier than that.
+    """
+    full = max(
+        (sum(1 for _ in same) for above, same in groupby(used, lambda one: one > _ALERT_ABOVE) if above), default=0
+    )
+    got = f"{', '.join(sorted(firing)) or 'none'}; at most {max(used, default=0.0):.0%} was used"
+    if _FULL not in firing and full <= _ALERT_SECONDS + _TELLING_SECONDS:
+        return not_shown(name, f"{got}, and more than {_ALERT_ABOVE:.0%} for {full} s without a gap")
+    return Fact(name=name, expected=_FULL, got=got, ok=_FULL in firing)
 
 
 def _most_used(seconds: list[dict[str, Any]]) -> float:

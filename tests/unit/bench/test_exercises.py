@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,15 @@ import pytest
 
 from property.test_replay import Recorded
 from quire_bench.exercises import alone, commands, library, pool, reasons, stepping
-from quire_bench.exercises.__main__ import main
+from quire_bench.exercises.__main__ import checks, main
+from quire_bench.exercises.own import SLOTS, TIGHT_BLOCKS, OwnServers
 from quire_bench.facts.command import run_checks
-from quire_bench.facts.fact import Fact, equal, renamed
+from quire_bench.facts.fact import Fact, NotShown, equal, renamed
+from quire_bench.facts.logs import apart, arrivals_of, most_live
 from quire_bench.servers import BenchError
+from quire_engine.batch import SampledToken, StepResult
+from quire_engine.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.simulation.recorded import Recording
 from quire_engine.simulation.replaying import Replayer
 from support.documents import text
@@ -96,11 +102,11 @@ def test_audits() -> None:
     over = dataclasses.replace(under_load, references=0, used=0, cached=4, free=6)
     assert all(holds(pool.audits([under_load], over)))
     dirty = dataclasses.replace(under_load, clean=False, disagreement="I1: block 3 has 2 holders")
-    assert holds(pool.audits([dirty], over)) == [False, True, True, True]
+    assert holds(pool.audits([dirty], over)) == [False, True, True, True, True]
     assert "I1: block 3" in pool.audits([dirty], over)[0].got
-    assert holds(pool.audits([over], over)) == [True, False, True, True], "nothing ran"
-    assert holds(pool.audits([dataclasses.replace(under_load, free=2)], over)) == [True, True, False, True]
-    assert holds(pool.audits([under_load], under_load)) == [True, False, True, False]
+    assert pool.audits([over], over)[1].verdict == "not shown here", "nothing ran"
+    assert holds(pool.audits([dataclasses.replace(under_load, free=2)], over)) == [True, True, True, False, True]
+    assert holds(pool.audits([under_load], under_load)) == [True, True, False, True, False]
 
 
 def test_answers_that_differ_alone() -> None:
@@ -121,7 +127,7 @@ def test_every_decision_has_a_rule(tmp_path: Path) -> None:
     assert holds(reasons.explained("S4.2", steps, needed=("enters", "waits", "preempted"))) == [True, True]
     first = {**steps[0], "decisions": [{"kind": "waits", "request_id": "a", "reason": "whim", "num_tokens": 0}]}
     odd, kinds = reasons.explained("S4.2", [first], needed=("enters",))
-    assert (odd.ok, kinds.ok) == (False, False)
+    assert (odd.ok, kinds.verdict, kinds.got) == (False, "not shown here", "nothing enters: waits for whim")
     assert "waits 'whim'" in odd.got
     new = {**first, "decisions": [{"kind": "sits", "request_id": "a", "reason": "", "num_tokens": 0}]}
     assert not reasons.explained("S4.2", [new], needed=())[0].ok
@@ -153,11 +159,87 @@ def test_what_a_sweep_shows() -> None:
     assert holds(commands.swept({**results, "knees": {}})) == [True, False]
     bad = {"servers": [{"rounds": [{"ok": 3, "errors": {"reset": 1}}], "ratios": {}}]}
     assert holds(commands.swept({**results, "points": [bad, *results["points"][1:]]})) == [False, True]
-    ratio: dict[str, Any] = {"servers": [{"ratios": {}}, {"ratios": {"output_tok_s": {"median": 1.1}}}]}
-    assert commands.ratio_of_one({"points": [ratio]}).ok
-    ratio["servers"][1]["ratios"]["output_tok_s"]["median"] = 2.1
-    assert not commands.ratio_of_one({"points": [ratio]}).ok
-    assert not commands.ratio_of_one({"points": [{"servers": [{"ratios": {}}]}]}).ok
+
+
+def test_a_server_compared_with_itself() -> None:
+    """What a busy machine makes of the ratio is not shown; other requests, or no ratio, are a fault."""
+
+    def compared(ratio: float | None, *tokens: list[int]) -> list[str]:
+        ratios: list[dict[str, Any]] = [{}, {} if ratio is None else {"output_tok_s": {"median": ratio}}]
+        servers = [
+            {"rounds": [{"output_tokens": count} for count in counts], "ratios": each}
+            for counts, each in zip(tokens, ratios, strict=False)
+        ]
+        return [fact.verdict for fact in commands.compared_with_itself({"points": [{"servers": servers}]})]
+
+    assert compared(1.1, [64, 64], [64, 64]) == ["ok", "ok"]
+    assert compared(2.1, [64, 64], [64, 64]) == ["ok", "not shown here"]
+    assert compared(1.1, [64, 64], [64, 63]) == ["NOT SO", "ok"]
+    assert compared(None, [64], [64]) == ["ok", "NOT SO"]
+    assert compared(None, [64]) == ["NOT SO", "NOT SO"]
+
+
+def preemptions(*, step: float, row: float, token: float) -> int:
+    """Of the small pool's requests, on a machine with these times: after short answers, four of them at once."""
+    limits = SchedulerLimits(max_num_seqs=SLOTS, max_num_batched_tokens=64, prefill_chunk=32)
+    scheduler = Scheduler(SchedulerConfig(num_blocks=TIGHT_BLOCKS, max_model_len=512, limits=limits))
+    now, long, short = 0.0, alone.large_jobs(Prompts()), alone.FORGOTTEN  # type: ignore[arg-type]
+
+    def run() -> None:
+        nonlocal now
+        while (batch := scheduler.schedule(now)) is not None:
+            count = sum(item.num_tokens for item in batch.items)
+            now += step + row * len(batch.items) + token * count
+            ids = {item.sequence_id: alone.STOP if is_short else 7 for item in batch.items if item.wants_sample}
+            samples = {name: (SampledToken(token_id=token_id),) for name, token_id in ids.items()}
+            scheduler.apply(batch, StepResult(samples=samples), now)
+
+    is_short = True
+    for number in range(short):
+        scheduler.add(request(f"short{number}", 4, alone.LARGE_ANSWER, stop=(alone.STOP,), penalty=0.0), now)
+        run()
+    is_short = False
+    for number, job in enumerate(long):
+        scheduler.add(request(f"long{number}", job.prompt, job.num_tokens, stop=(alone.STOP,), penalty=0.0), now)
+    run()
+    return scheduler.stats().total_preemptions
+
+
+class Prompts:
+    """A server as far as jobs need it to be drawn."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        self.drawn += 1
+        return [self.drawn, *range(64, 63 + num_tokens)]
+
+
+@pytest.mark.parametrize("step", [1e-4, 1e-2, 1.0])
+@pytest.mark.parametrize(("row", "token"), [(1e-6, 1e-6), (1e-2, 1e-5), (1e-4, 1e-2)])
+def test_the_small_pool_preempts_whatever_the_machine(step: float, row: float, token: float) -> None:
+    """Prices of admission are learned from the times of steps; the requests are such that none of them matters."""
+    assert preemptions(step=step, row=row, token=token) > 0
+
+
+def test_arrivals_and_who_was_there_at_one_time(tmp_path: Path) -> None:
+    told = log_of(tmp_path, ARRIVALS)
+    assert arrivals_of(told, LENGTHS) == [step + 1 for step in ARRIVALS], "a short one came first"
+    assert arrivals_of(told, (32, 77)) == [1, -1]
+    assert most_live(told) == 5
+    assert apart(told, 5) == ""
+    late = log_of(tmp_path, (0, 40, 300, 400), max_num_seqs=4)
+    assert most_live(late) == 2
+    assert apart(late, 3) == "at most 2 of 3 requests were there at one time"
+    assert apart(late, 5) == "the server has 4 seats"
+
+
+def test_every_exercise_of_the_documents_is_there() -> None:
+    named = {
+        name for row in re.findall(r"^\| (S[\d., S]+) \|", text("docs/measuring.md"), re.M) for name in row.split(", ")
+    }
+    assert named == {name for names in checks(None, OwnServers(), None) for name in names}
 
 
 def test_the_library_without_a_model() -> None:
@@ -186,7 +268,11 @@ def test_what_cannot_be_checked_does_not_hold() -> None:
     def check(live: object) -> list[Fact]:
         raise BenchError("it does not answer")
 
-    facts = run_checks(Idle(), {("S1.1",): check, ("S1.2", "S1.3"): lambda _: [equal("S1.2", 1, 1)]}, ["S1.1", "S1.3"])
-    assert holds(facts) == [False, True]
-    assert facts[0].got == "it does not answer"
+    def late(live: object) -> list[Fact]:
+        raise NotShown("the pause ended early")
+
+    tried = {("S1.1",): check, ("S1.2", "S1.3"): lambda _: [equal("S1.2", 1, 1)], ("S2.2", "S2.3"): late}
+    facts = run_checks(Idle(), tried, ["S1.1", "S1.3", "S2.3"])
+    assert [fact.verdict for fact in facts] == ["NOT SO", "ok", "not shown here"]
+    assert [facts[0].got, facts[2].name] == ["it does not answer", "S2.2/S2.3"]
     assert [fact.name for fact in renamed("S3.1", [equal("F3 steps", 1, 1)])] == ["S3.1 steps"]

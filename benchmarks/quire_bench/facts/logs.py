@@ -6,6 +6,7 @@ Promises: every step of that time and what came between them, or BenchError.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -52,3 +53,38 @@ def lengths_by_request(told: Recording) -> dict[str, int]:
         for entry in told.entries
         if entry.kind == "submit"
     }
+
+
+def arrivals_of(told: Recording, lengths: Sequence[int]) -> list[int]:
+    """The steps after which the requests with these most tokens arrived, counted from the first one; -1: it did not."""
+    step, came = 0, dict[int, int]()
+    for entry in told.entries:
+        if entry.kind == "step":
+            step += bool(entry.plain["slices"]) and bool(came)
+        elif entry.kind == "submit":
+            came[int(entry.plain["request"]["max_new_tokens"])] = step
+    return [came.get(length, -1) for length in lengths]
+
+
+def most_live(told: Recording) -> int:
+    """The most requests that had arrived and were not over in one step, whether it computed all of them or not."""
+    step, spans = 0, dict[str, list[int]]()
+    for entry in told.entries:
+        if entry.kind == "submit":
+            spans[entry.request_id] = [step, -1]
+        elif entry.kind == "step":
+            for request, *_ in entry.plain["slices"]:
+                if request in spans:
+                    spans[request][1] = step
+            step += 1
+    return max(
+        (sum(first <= begin <= last for first, last in spans.values()) for begin, _ in spans.values()), default=0
+    )
+
+
+def apart(told: Recording, count: int) -> str:
+    """Why so many requests could not share a step; empty: they could."""
+    seats, together = told.config.limits.max_num_seqs, most_live(told)
+    if seats < count:
+        return f"the server has {seats} seats"
+    return "" if together >= count else f"at most {together} of {count} requests were there at one time"
