@@ -6,6 +6,7 @@ reply with its last line in the file. It is the one place that runs a file, and 
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import resource
@@ -16,7 +17,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
 from typing import Any
 
-NAMES = ("BlockPool", "Scheduler")
+NAMES = ("BlockPool", "PageTable", "Scheduler")
 
 
 def main(path: str, cpu_seconds: int, memory_bytes: int) -> int:
@@ -51,18 +52,55 @@ def _load(path: str) -> ModuleType:
 
 
 def _carry_out(call: dict[str, Any], module: ModuleType, objects: dict[int, Any]) -> object:
-    """`classes`: those that the file defines; `make` an object; `call` a method; `read` an attribute."""
+    """Carry out one call.
+
+    `classes`: those that the file defines; `make` an object from arguments, `fit` one from what its parameters ask for;
+    `names` of an object's attributes, and whether each is a method; `call` a method; `read` an attribute; `extend` one.
+    """
+    if call["do"] == "classes":
+        return [name for name in NAMES if isinstance(getattr(module, name, None), type)]
+    if call["do"] in {"make", "fit"}:
+        made = getattr(module, call["name"])
+        args, kwargs = (
+            _fitting(made, call["offers"], objects) if call["do"] == "fit" else (call["args"], call["kwargs"])
+        )
+        objects[call["of"]] = made(*args, **kwargs)
+        return None
+    one = objects[call["of"]]
     match call["do"]:
-        case "classes":
-            return [name for name in NAMES if isinstance(getattr(module, name, None), type)]
-        case "make":
-            objects[call["of"]] = getattr(module, call["name"])(*call["args"], **call["kwargs"])
-            return None
+        case "names":
+            return {name: callable(getattr(one, name, None)) for name in dir(one) if not name.startswith("__")}
         case "read":
-            found = getattr(objects[call["of"]], call["name"])
+            found = getattr(one, call["name"])
             return found() if callable(found) else found
-    method: Callable[..., object] = getattr(objects[call["of"]], call["name"])
+        case "extend":
+            return getattr(one, call["name"]).extend(call["values"])
+    method: Callable[..., object] = getattr(one, call["name"])
     return method(*call["args"], **call["kwargs"])
+
+
+def _fitting(
+    made: Callable[..., object], offers: list[dict[str, Any]], objects: dict[int, Any]
+) -> tuple[list[object], dict[str, object]]:
+    """The offers by the names of the parameters; required ones of other names get the remaining offers in order."""
+    left = [(offer["names"], objects[offer["object"]] if "object" in offer else offer["value"]) for offer in offers]
+    args: list[object] = []
+    kwargs: dict[str, object] = {}
+    unknown = []
+    for parameter in inspect.signature(made).parameters.values():
+        named = next((offer for offer in left if parameter.name in offer[0]), None)
+        if named is not None:
+            left.remove(named)
+            kwargs[parameter.name] = named[1]
+        elif parameter.default is parameter.empty and parameter.kind in {
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        }:
+            unknown.append(parameter.name)
+        elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_ONLY and left:
+            args.append(left.pop(0)[1])
+    kwargs |= {name: value for name, (_, value) in zip(unknown, left, strict=False)}
+    return args, kwargs
 
 
 def _plain(value: object) -> object:

@@ -13,18 +13,19 @@ from pathlib import Path
 
 from quire_bench.mine.process import StudentError, StudentProcess
 from quire_bench.mine.referee import Arrival, Broken, Machine, Referee, SchedulerUnderTest, same_plans
-from quire_bench.mine.schedulers import PlainScheduler, StudentPool, StudentScheduler
+from quire_bench.mine.schedulers import PlainScheduler, StudentScheduler
+from quire_bench.mine.students import StudentPool, make_pool, make_table
 
 MACHINE = Machine(num_blocks=24, block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
 POOL_CALLS, POOL_BLOCKS = 600, 16
-PROTOCOLS = ("BlockPool", "Scheduler")
+_TABLE_SIZE, _TABLE_BLOCKS, _POSITIONS = 16, (7, 3, 11), (0, 15, 16, 37, 47)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """A fault in a file: the invariant, the fault's short name, and where it was seen."""
 
-    of: str  # BlockPool or Scheduler
+    of: str  # BlockPool, PageTable or Scheduler
     invariant: str  # its number; empty where the code does not get that far
     name: str
     said: str
@@ -85,11 +86,10 @@ def judge(path: Path, *, call_seconds: float | None = None) -> tuple[list[str], 
         except StudentError as error:
             return [], [Fault(of="file", invariant="", name="import", said=str(error))]
     if not classes:
-        said = "it defines neither a BlockPool nor a Scheduler; docs/learn.md has what they do"
+        said = "it defines neither a BlockPool nor a Scheduler, nor a PageTable; docs/learn.md has what they do"
         return [], [Fault(of="file", invariant="", name="empty", said=said)]
     for name in classes:
-        checks = _pool_checks(path, limits) if name == "BlockPool" else _scheduler_checks(path, limits)
-        for where, check in checks:
+        for where, check in _CHECKS[name](path, limits):
             fault = _tried(name, where, check)
             if fault is not None and not any((fault.of, fault.name) == (one.of, one.name) for one in faults):
                 faults.append(fault)
@@ -141,14 +141,14 @@ def student_scheduler(student: StudentProcess, machine: Machine) -> SchedulerUnd
             max_num_batched_tokens=machine.max_num_batched_tokens,
         )
         return StudentScheduler(made)
-    return PlainScheduler(machine, StudentPool(student.make("BlockPool", machine.num_blocks)))
+    return PlainScheduler(machine, make_pool(student, machine.num_blocks, machine.block_size))
 
 
 def _pool_checks(path: Path, limits: dict[str, float]) -> Iterator[tuple[str, Check]]:
     def with_pool(check: Callable[[StudentPool], None]) -> Check:
         def run() -> None:
             with StudentProcess(path, **limits) as student:
-                check(StudentPool(student.make("BlockPool", POOL_BLOCKS)))
+                check(make_pool(student, POOL_BLOCKS, _TABLE_SIZE))
 
         return run
 
@@ -156,21 +156,25 @@ def _pool_checks(path: Path, limits: dict[str, float]) -> Iterator[tuple[str, Ch
     yield "a block that two tables hold", with_pool(_shares)
     yield "a block that is free is released", with_pool(_releases_twice)
     yield f"{POOL_CALLS} drawn calls", with_pool(_drawn)
+    yield "three tables that write to one block", with_pool(_writes)
 
 
 def _takes_all(pool: StudentPool) -> None:
     _expect_free(pool, POOL_BLOCKS)
     taken = [_taken(pool, set(), POOL_BLOCKS - i) for i in range(POOL_BLOCKS)]
     if len(set(taken)) < POOL_BLOCKS:
-        raise Broken("I2", "repeats", "take() has given a block to two tables")
+        raise Broken("I2", "repeats", f"{pool.take_name}() has given a block to two tables")
     if pool.take() is not None:
-        raise Broken("I2", "invents", f"take() gives a block when all {POOL_BLOCKS} are in use; it must return None")
+        said = f"{pool.take_name}() gives a block when all {POOL_BLOCKS} are in use; it must return None"
+        raise Broken("I2", "invents", said)
     for left, block in enumerate(taken, start=1):
         pool.release(block)
         _expect_free(pool, left)
 
 
 def _shares(pool: StudentPool) -> None:
+    if not pool.share_name:
+        return
     block = _taken(pool, set(), POOL_BLOCKS)
     pool.share(block)
     pool.release(block)
@@ -178,7 +182,7 @@ def _shares(pool: StudentPool) -> None:
         raise Broken("I1", "forgets", f"block {block} has one reference left, and {pool.num_free()} blocks are free")
     rest = [pool.take() for _ in range(POOL_BLOCKS - 1)]
     if block in rest:
-        raise Broken("I1", "forgets", f"block {block} has one reference left, and take() gives it away")
+        raise Broken("I1", "forgets", f"block {block} has one reference left, and {pool.take_name}() gives it away")
     pool.release(block)
     _expect_free(pool, 1)
 
@@ -192,7 +196,7 @@ def _releases_twice(pool: StudentPool) -> None:
         if " raised " not in str(error):
             raise
         return
-    raise Broken("I1", "released twice", f"release({block}) of a block that is free raises nothing")
+    raise Broken("I1", "released twice", f"{pool.release_name}({block}) of a block that is free raises nothing")
 
 
 def _drawn(pool: StudentPool) -> None:
@@ -201,7 +205,7 @@ def _drawn(pool: StudentPool) -> None:
         match drawn.choice(("take", "take", "share", "release", "release")):
             case "take" if len(refs) < POOL_BLOCKS:
                 refs[_taken(pool, set(refs), POOL_BLOCKS - len(refs))] = 1
-            case "share" if refs:
+            case "share" if refs and pool.share_name:
                 block = drawn.choice(sorted(refs))
                 pool.share(block)
                 refs[block] += 1
@@ -217,12 +221,74 @@ def _drawn(pool: StudentPool) -> None:
 def _taken(pool: StudentPool, held: set[int], free: int) -> int:
     block = pool.take()
     if block is None:
-        raise Broken("I15", "leak", f"take() returns None, and {free} blocks have no reference")
+        raise Broken("I15", "leak", f"{pool.take_name}() returns None, and {free} blocks have no reference")
     if not 0 <= block < POOL_BLOCKS:
-        raise Broken("I2", "range", f"take() gives block {block} of {POOL_BLOCKS}")
+        raise Broken("I2", "range", f"{pool.take_name}() gives block {block} of {POOL_BLOCKS}")
     if block in held:
-        raise Broken("I2", "repeats", f"take() gives block {block}, which a table has")
+        raise Broken("I2", "repeats", f"{pool.take_name}() gives block {block}, which a table has")
     return block
+
+
+def _writes(pool: StudentPool) -> None:
+    """A block of three tables: each writer but the last gets a copy of its own, and every copy is counted."""
+    if not (pool.share_name and pool.copy_name):
+        return
+    block = _taken(pool, set(), POOL_BLOCKS)
+    pool.share(block)
+    pool.share(block)
+    held, before = {block}, pool.num_copies()
+    for left in (2, 1):
+        new = pool.copy_on_write(block)
+        if new in held:
+            said = f"{pool.copy_name}({block}) gives block {new}, and another table has it"
+            raise Broken("I3", "writes shared", said)
+        held.add(new)
+        _expect_free(pool, POOL_BLOCKS - len(held))
+        _expect_copies(pool, before, 3 - left)
+    if (new := pool.copy_on_write(block)) != block:
+        said = f"{pool.copy_name}({block}) gives block {new} to the only table that has {block}; it may write in place"
+        raise Broken("I3", "copies own", said)
+    _expect_copies(pool, before, 2)
+    for each in sorted(held):
+        pool.release(each)
+    _expect_free(pool, POOL_BLOCKS)
+
+
+def _expect_copies(pool: StudentPool, before: int | None, expected: int) -> None:
+    found = pool.num_copies()
+    if found is not None and before is not None and found - before != expected:
+        raise Broken("I3", "copies", f"the pool counts {found - before} copies on write, and there were {expected}")
+
+
+def _table_checks(path: Path, limits: dict[str, float]) -> Iterator[tuple[str, Check]]:
+    def run() -> None:
+        with StudentProcess(path, **limits) as student:
+            _places(student)
+
+    yield f"a table of blocks {', '.join(map(str, _TABLE_BLOCKS))}, {_TABLE_SIZE} tokens each", run
+
+
+def _places(student: StudentProcess) -> None:
+    """The entry or the block of each position, alone or with the offset; the same form for all."""
+    table = make_table(student, _TABLE_SIZE, _TABLE_BLOCKS)
+    forms = {"entry", "block", "entry and offset", "block and offset"}
+    for position in _POSITIONS:
+        found = table.position_to_block(position)
+        index, offset = divmod(position, _TABLE_SIZE)
+        right: dict[str, object] = {"entry": index, "entry and offset": [index, offset]}
+        if table.blocks:
+            right |= {"block": table.blocks[index], "block and offset": [table.blocks[index], offset]}
+        forms &= {form for form, value in right.items() if value == found}
+        if not forms:
+            said = f"position_to_block({position}) gives {found!r:.60}; it is in entry {index}, at offset {offset}"
+            raise Broken("I4", "position", said)
+
+
+_CHECKS: dict[str, Callable[[Path, dict[str, float]], Iterator[tuple[str, Check]]]] = {
+    "BlockPool": _pool_checks,
+    "PageTable": _table_checks,
+    "Scheduler": _scheduler_checks,
+}
 
 
 def _expect_free(pool: StudentPool, expected: int) -> None:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -66,7 +67,7 @@ class StudentProcess:
         self._folder.cleanup()
 
     def classes(self) -> list[str]:
-        """Return which of `BlockPool` and `Scheduler` the file defines. Raises StudentError."""
+        """Return which of `BlockPool`, `PageTable` and `Scheduler` the file defines. Raises StudentError."""
         return [str(name) for name in self._ask(do="classes")]
 
     def make(self, name: str, *args: object, **kwargs: object) -> Student:
@@ -74,6 +75,21 @@ class StudentProcess:
         self._made += 1
         self._ask(do="make", of=self._made, name=name, args=args, kwargs=kwargs)
         return Student(self, self._made, name)
+
+    def fit(self, name: str, *offers: Offer) -> Student:
+        """An object of the student's class, from the offers that its parameters ask for. Raises StudentError."""
+        self._made += 1
+        self._ask(do="fit", of=self._made, name=name, offers=[offer.plain() for offer in offers])
+        return Student(self, self._made, name)
+
+    def names(self, of: int) -> dict[str, bool]:
+        """Whether each public attribute of an object is a method, by its name."""
+        found: dict[str, bool] = self._ask(do="names", of=of)
+        return found
+
+    def extend(self, of: int, name: str, values: tuple[int, ...]) -> None:
+        """Extend a list that is an attribute of an object."""
+        self._ask(do="extend", of=of, name=name, values=values)
 
     def call(self, of: int, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """Call a method of an object."""
@@ -125,17 +141,39 @@ class StudentProcess:
         return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """An argument for a constructor: a number, or an object of the student's process, by the names it may have."""
+
+    names: tuple[str, ...]
+    value: int | Student
+
+    def plain(self) -> dict[str, object]:
+        """The offer as the student's process reads it."""
+        if isinstance(self.value, Student):
+            return {"names": self.names, "object": self.value.number}
+        return {"names": self.names, "value": self.value}
+
+
 class Student:
     """An object in the student's process."""
 
     def __init__(self, process: StudentProcess, number: int, name: str) -> None:
-        self.name = name
-        self._process, self._number = process, number
+        self.name, self.number = name, number
+        self._process = process
+
+    def names(self) -> dict[str, bool]:
+        """Whether each public attribute is a method, by its name. Raises StudentError."""
+        return self._process.names(self.number)
+
+    def extend(self, name: str, values: tuple[int, ...]) -> None:
+        """Extend a list that is an attribute. Raises StudentError."""
+        self._process.extend(self.number, name, values)
 
     def call(self, name: str, *args: object, **kwargs: object) -> Any:
         """Call a method. Raises StudentError."""
-        return self._process.call(self._number, name, args, kwargs)
+        return self._process.call(self.number, name, args, kwargs)
 
     def read(self, name: str) -> Any:
         """An attribute, or what the method of this name returns. Raises StudentError."""
-        return self._process.read(self._number, name)
+        return self._process.read(self.number, name)

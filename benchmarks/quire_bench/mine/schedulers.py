@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire_bench.mine.process import Student
-from quire_bench.mine.referee import Broken, Machine, Plan, Slice, plan_of
+from quire_bench.mine.referee import Machine, Plan, Slice, plan_of
+from quire_bench.mine.students import free_blocks
 from quire_engine.simulation.stepwise import Stepwise
 
 
@@ -45,35 +46,7 @@ class StudentScheduler:
         self._student.call("ended", request_id)
 
     def num_free(self) -> int:
-        return _count(self._student.read("num_free"))
-
-
-class StudentPool:
-    """A student's pool, in its own process."""
-
-    def __init__(self, student: Student) -> None:
-        self._student = student
-
-    def take(self) -> int | None:
-        block = self._student.call("take")
-        if block is not None and type(block) is not int:
-            raise Broken("I2", "shape", f"take() must return a block's number or None, not {block!r:.60}")
-        return block
-
-    def share(self, block: int) -> None:
-        self._student.call("share", block)
-
-    def release(self, block: int) -> None:
-        self._student.call("release", block)
-
-    def num_free(self) -> int:
-        return _count(self._student.read("num_free"))
-
-
-def _count(value: object) -> int:
-    if type(value) is not int:
-        raise Broken("I15", "shape", f"num_free must be a number of blocks, not {value!r:.60}")
-    return value
+        return free_blocks(self._student.read("num_free"))
 
 
 class ListPool:

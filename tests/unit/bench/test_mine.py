@@ -1,4 +1,4 @@
-"""Students' schedulers and pools: five that are right, and what is planted in them, each found and named."""
+"""Students' schedulers, pools and tables: six that are right, and what is planted in them, each found and named."""
 
 from __future__ import annotations
 
@@ -118,6 +118,30 @@ PLANTED = {
         ("listed_pool", "return len(self.free)", "return len(self.refs)"),
         ("BlockPool", "I2", "num_free"),
     ),
+    "a copy on write that is not counted": (
+        ("lesson_pool", "        self.cow_copies += 1\n", ""),
+        ("BlockPool", "I3", "copies"),
+    ),
+    "a copy for the last owner, too": (
+        ("lesson_pool", "        if self.ref_count[block] == 1:\n            return block\n", ""),
+        ("BlockPool", "I3", "copies own"),
+    ),
+    "a write to a block that others share": (
+        ("lesson_pool", "if self.ref_count[block] == 1:", "if self.ref_count[block] >= 1:"),
+        ("BlockPool", "I3", "writes shared"),
+    ),
+    "a copy that keeps the reference to what it copies": (
+        ("lesson_pool", "        self.ref_count[block] -= 1\n        self.cow_copies", "        self.cow_copies"),
+        ("BlockPool", "I3", "copies own"),
+    ),
+    "a position one too far": (
+        ("lesson_pool", "position % self.block_size", "(position + 1) % self.block_size"),
+        ("PageTable", "I4", "position"),
+    ),
+    "alloc() that raises while blocks are free": (
+        ("lesson_pool", "if not self.free_list:", "if len(self.free_list) < 3:"),
+        ("BlockPool", "", "raises"),
+    ),
     "a block that does not come back": (
         ("listed_pool", "            self.free.append(block)", "            self.free += [block] if block else []"),
         ("BlockPool", "I2", "num_free"),
@@ -132,9 +156,9 @@ def test_what_is_right_has_no_fault(path: Path):
     assert faults == []
 
 
-def test_there_are_five_that_are_right():
-    assert len(RIGHT) == 5
-    assert len({tuple(judge_classes(path)) for path in RIGHT}) == 3, "a pool, a scheduler, both"
+def test_there_are_right_ones_of_every_kind():
+    found = {tuple(judge_classes(path)) for path in RIGHT}
+    assert found == {("BlockPool",), ("Scheduler",), ("BlockPool", "Scheduler"), ("BlockPool", "PageTable")}
 
 
 def judge_classes(path: Path) -> list[str]:
@@ -160,6 +184,47 @@ def test_two_faults_are_both_named(tmp_path: Path):
     text = text.replace("self.running.pop(request_id).blocks", "self.running.pop(request_id).blocks[1:]")
     (tmp_path / "mine.py").write_text(text)
     assert {fault.name for fault in judge(tmp_path / "mine.py")[1]} >= {"seats", "leak"}
+
+
+POOL = (STUDENTS / "lesson_pool.py").read_text().partition("class PageTable")[0]
+TABLE = """
+class PageTable:
+    {init}
+    def position_to_block(self, position):
+        return {answer}
+"""
+
+
+@pytest.mark.parametrize(
+    ("init", "answer"),
+    [
+        ("def __init__(self, block_size): self.size = block_size", "divmod(position, self.size)"),
+        ("def __init__(self, size): self.size = size", "position // self.size"),
+        (
+            "def __init__(self, pool, block_size=16): self.blocks, self.size, self.of = [], block_size, pool",
+            "self.blocks[position // self.size]",
+        ),
+        (
+            "def __init__(self, block_size, blocks=()): self.ids, self.size = list(blocks), block_size\n"
+            "    def extend(self, blocks): self.ids += blocks",
+            "[self.ids[position // self.size], position % self.size]",
+        ),
+    ],
+    ids=["entry and offset", "entry", "block", "block and offset"],
+)
+def test_a_table_answers_in_the_form_of_its_lesson(init: str, answer: str, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(POOL + TABLE.format(init=init, answer=answer))
+    assert judge(tmp_path / "mine.py") == (["BlockPool", "PageTable"], [])
+
+
+def test_a_pool_without_sharing_is_judged_by_what_it_has(tmp_path: Path):
+    before, _, rest = POOL.partition("    def share")
+    kept = before + "    def free" + rest.partition("    def free")[2].partition("    def copy_on_write")[0]
+    (tmp_path / "mine.py").write_text(kept)
+    assert judge(tmp_path / "mine.py") == (["BlockPool"], [])
+    (tmp_path / "mine.py").write_text(kept.replace("def free(", "def put("))
+    (fault,) = judge(tmp_path / "mine.py")[1]
+    assert "BlockPool has no release or free" in fault.said
 
 
 @pytest.mark.parametrize(
