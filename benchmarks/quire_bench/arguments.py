@@ -15,7 +15,7 @@ from typing import NoReturn, TypeVar
 
 from quire_bench.baselines import BASELINES
 from quire_bench.llama_bench import is_program
-from quire_bench.servers import BenchError
+from quire_bench.servers import BenchError, Peer
 from quire_bench.workload import OPEN_LOOP_SECONDS, LoadPoint, Mode, Span, Workload
 from quire_engine.simulation.traces import TraceError, read_trace
 
@@ -36,14 +36,6 @@ examples:
   quire bench --concurrency 8 --output 8-256 --baseline static --baseline hf-generate"""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
-    """A server that is there already."""
-
-    url: str
-    name: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +109,10 @@ def build_parser() -> argparse.ArgumentParser:
         ),
     )
     on = parser.add_argument_group("Servers")
-    on.add_argument("--url", type=_peer, metavar="URL[,NAME]", help="a running server; default: one of our own")
+    on.add_argument("--url", type=Peer.parse, metavar="URL[,NAME]", help="a running server; default: one of our own")
     on.add_argument(
         "--against",
-        type=_peer,
+        type=Peer.parse,
         action="append",
         default=[],
         metavar="URL[,NAME]",
@@ -258,11 +250,6 @@ def _check(asked: Asked) -> None:
     for path in (asked.json, asked.plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise BenchError(f"{path} cannot be written: there is no such directory")
-
-
-def _peer(text: str) -> Peer:
-    url, _, name = text.partition(",")
-    return Peer(url=url, name=name or None)
 
 
 def _span(text: str) -> Span:

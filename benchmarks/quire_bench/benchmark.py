@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
-from quire_bench.arguments import Asked, Peer
+from quire_bench.arguments import Asked
 from quire_bench.baselines import start_baseline
 from quire_bench.limits import Limits, probe_limits, shares, why_not_measurable
 from quire_bench.llama_bench import find_program, is_program
@@ -26,7 +26,7 @@ from quire_bench.results import (
     now,
     versions,
 )
-from quire_bench.servers import BenchError, Server, ServerInfo, Target, discover
+from quire_bench.servers import BenchError, Peer, Server, ServerInfo, Target, discover
 from quire_bench.workload import LoadPoint, Workload, jobs, warm_up
 from quire_server.flags import parse_flags
 

@@ -10,6 +10,7 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -26,6 +27,20 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 class BenchError(Exception):
     """The benchmark cannot be run; one readable line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """A server that is there already."""
+
+    url: str
+    name: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> Peer:
+        """A peer as `--against URL[,NAME]` gives it."""
+        url, _, name = text.partition(",")
+        return cls(url=url, name=name or None)
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):

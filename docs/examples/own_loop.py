@@ -1,6 +1,11 @@
-"""A serving loop of one's own in sixty lines: continuous batching over a paged pool, by the model's forward alone."""
+"""A serving loop of one's own in sixty lines: continuous batching over a paged pool, by the model's forward alone.
 
+With `--against URL` the rate of a running server for the same requests is printed beside its own.
+"""
+
+import sys
 from itertools import accumulate
+from time import perf_counter
 
 import torch
 from tokenizers import Tokenizer
@@ -67,5 +72,16 @@ def serve(prompts, max_tokens):
 if __name__ == "__main__":
     tokenizer = Tokenizer.from_file(str(PATH / "tokenizer.json"))
     texts = ["Once upon a time", "The capital of France is", "A shy princess", "One spring day, Tom planted a seed"]
-    for text, ids in zip(texts, serve([tokenizer.encode(text).ids for text in texts], 12), strict=True):
+    prompts, began = [tokenizer.encode(text).ids for text in texts], perf_counter()
+    replies = serve(prompts, 12)
+    rate = sum(map(len, replies)) / (perf_counter() - began)
+    for text, ids in zip(texts, replies, strict=True):
         print(f"{text}{tokenizer.decode(ids)}")
+    print(f"{rate:,.0f} output tokens a second")
+    if len(sys.argv) == 3 and sys.argv[1] == "--against":  # a server such as vLLM gets the same requests
+        from quire_bench.peer_rate import Job, Peer, peer_rate
+
+        other = peer_rate(
+            Peer.parse(sys.argv[2]), [Job(prompt=ids, output_tokens=12) for ids in prompts], streams=SEATS
+        )
+        print(f"{other.name}: {other.tokens_per_second:,.0f}, so this is {rate / other.tokens_per_second:.2f}x")

@@ -14,8 +14,9 @@ from quire_bench.arguments import parse_arguments
 from quire_bench.benchmark import run_benchmark
 from quire_bench.load import open_loop
 from quire_bench.measures import Measures, measure
+from quire_bench.peer_rate import peer_rate
 from quire_bench.records import Record, Run
-from quire_bench.servers import BenchError, Server, discover
+from quire_bench.servers import BenchError, Peer, Server, discover
 from quire_bench.workload import Job, LoadPoint, Span, Workload, jobs
 from quire_server.state import ServerState
 from support.events import until
@@ -232,3 +233,21 @@ async def test_a_server_that_dies_is_an_error_and_no_exception() -> None:
     gone = Server(info, api_key=None, timeout=5.0, temperature=0.0)
     measures: Measures = measure(await load(gone, streams(2), workload(requests=4)))
     assert measures.errors == {"unreachable": 4}
+
+
+async def test_the_rate_of_a_server_for_given_requests() -> None:
+    """As students' schedulers have it printed beside their own; blocking, as a command calls it."""
+    engine = FakeEngine()
+    given = [Job(prompt=(5, 6, 7 + number), output_tokens=3 + number) for number in range(6)]
+    async with listening(make_app(engine=engine)) as listener:
+        peer = Peer.parse(f"{listener.address},beside")
+        found = await asyncio.to_thread(peer_rate, peer, given, streams=2)
+        assert (found.name, found.streams) == ("beside", 2)
+        assert found.tokens_per_second > 0
+        sent = sorted(request.prompt_token_ids for request in engine.submitted if len(request.prompt_token_ids) == 3)
+        assert sent == sorted(job.prompt for job in given)
+        too_long = [Job(prompt=(5,), output_tokens=10_000_000)]
+        with pytest.raises(BenchError, match="beside did not answer all 1 requests: 1 answers have another length"):
+            await asyncio.to_thread(peer_rate, peer, too_long, streams=1)
+    with pytest.raises(BenchError, match="does not answer"):
+        await asyncio.to_thread(peer_rate, Peer.parse("http://127.0.0.1:9"), given, streams=2)

@@ -89,7 +89,7 @@ FOLDERS = {
     "quire_server.commands": {"*", "batches", "text", "engine", "http", "settings", "checkpoint", "logs"},
     "quire_bench.facts": {"servers"},
     "quire_bench.exercises": {"facts", "servers", "own_server"},
-    "quire_bench.mine": {"exercises"},
+    "quire_bench.mine": {"exercises", "peer_rate", "servers", "workload"},
     "quire_bench.studies": set(),
     "quire_kernels.reference": {"*"},
     "quire_kernels.cpu": {"*", "reference"},

@@ -55,6 +55,8 @@ def test_the_tables_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch:
     ):
         assert words in said
     assert re.search(r"Yours takes \d+ steps (more|fewer) than ours|As many steps as ours", said)
+    assert re.search(r"Yours makes [\d,]+ output tokens a second\.", said)
+    assert re.search(r"│ output tokens a second +│( +[\d,]+ │){3}", said)
 
 
 def test_given_steps_are_computed_or_refused():

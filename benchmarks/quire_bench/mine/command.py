@@ -19,6 +19,8 @@ from quire_bench.mine.process import CALL_SECONDS, StudentError, StudentProcess
 from quire_bench.mine.referee import CAUSES, Broken
 from quire_bench.mine.schedulers import OurScheduler, StaticScheduler
 from quire_bench.mine.serving import MACHINE, Bench, ModelProcess, Served, serving_load
+from quire_bench.peer_rate import PeerRate, peer_rate
+from quire_bench.servers import BenchError, Peer
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import ConfigError, ModelLoadError
 
@@ -37,11 +39,11 @@ def run(argv: Sequence[str]) -> int:
         return BAD_USAGE
     classes, faults = judge(given.mine, call_seconds=given.call_seconds)
     print_faults(given.mine, classes, faults, console)
-    if faults or given.no_model:
+    if faults or given.no_model or not {"BlockPool", "Scheduler"} & set(classes):
         return FAULTY if faults else DONE
     try:
         return _serve(given, console)
-    except (ConfigError, ModelLoadError) as error:
+    except (ConfigError, ModelLoadError, BenchError) as error:
         print(f"quire exercises: {error}", file=sys.stderr)
         return BAD_USAGE
 
@@ -52,18 +54,27 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Exercises on continuous batching and paged memory. Without --mine a live server does them:\n"
-        "`quire exercises --url URL [S1.3 S2.2 ...]`. With it your own BlockPool or Scheduler is held against the\n"
-        "invariants that ours is held against, and then serves a real model beside ours and beside static batching.",
+        "`quire exercises --url URL [S1.3 S2.2 ...]`. With it your own BlockPool, PageTable or Scheduler\n"
+        "is held against the invariants that ours is held against, and then serves a real model beside ours and\n"
+        "beside static batching.",
         epilog="The file is run, in a process of its own with limits of time and memory: it should be yours.\n"
         "docs/learn.md says what the two classes do.",
     )
-    parser.add_argument("--mine", type=Path, metavar="FILE", help="a Python file with a class BlockPool or Scheduler")
+    parser.add_argument(
+        "--mine", type=Path, metavar="FILE", help="a Python file with a class BlockPool, PageTable or Scheduler"
+    )
     parser.add_argument(
         "--model",
         type=Path,
         default=demo_model_path(),
         metavar="DIR",
         help="the model that is served [the embedded one]",
+    )
+    parser.add_argument(
+        "--against",
+        type=Peer.parse,
+        metavar="URL[,NAME]",
+        help="a running server, such as vLLM, that serves the same requests; its rate is printed beside yours",
     )
     parser.add_argument("--no-model", action="store_true", help="check the invariants alone")
     parser.add_argument(
@@ -79,6 +90,7 @@ def _serve(given: argparse.Namespace, console: Console) -> int:
         StudentProcess(given.mine, call_seconds=given.call_seconds) as mine,
     ):
         bench = Bench(model, MACHINE, load, _VOCABULARY)
+        beside = peer_rate(given.against, bench.jobs, streams=MACHINE.max_num_seqs) if given.against else None
         alone = bench.alone()
         try:
             yours = bench.serve("yours", student_scheduler(mine, MACHINE))
@@ -88,7 +100,7 @@ def _serve(given: argparse.Namespace, console: Console) -> int:
             print_faults(given.mine, [], [found], console)
             return FAULTY
         runs = [yours, bench.serve("ours", OurScheduler(MACHINE)), bench.serve("static", StaticScheduler(MACHINE))]
-    print_runs(runs, alone, console)
+    print_runs(runs, alone, console, beside)
     wrong = [name for name, tokens in alone.items() if yours.tokens.get(name) != tokens]
     if wrong:
         said = f"{len(wrong)} requests got other tokens than alone, the first of them {wrong[0]}"
@@ -105,8 +117,17 @@ def print_faults(path: Path, classes: Sequence[str], faults: Sequence[Fault], co
         console.print(f"{path.name}: {' and '.join(classes)}: every invariant holds", markup=False)
 
 
-def print_runs(runs: Sequence[Served], alone: dict[str, list[int]], console: Console) -> None:
-    """Print what the three were worth, and where the seats went that nobody used."""
+def print_runs(
+    runs: Sequence[Served], alone: dict[str, list[int]], console: Console, beside: PeerRate | None = None
+) -> None:
+    """Print what the three were worth, beside a peer's rate, and where the seats went that nobody used."""
+    print_worth(runs, alone, console)
+    print_rates(runs[0], console, beside)
+    print_empty_seats(runs, console)
+
+
+def print_worth(runs: Sequence[Served], alone: dict[str, list[int]], console: Console) -> None:
+    """Print counts, times and rates of each scheduler."""
     table = Table(
         title=f"{len(alone)} requests, the same model, {MACHINE.num_blocks} blocks, {MACHINE.max_num_seqs} seats"
     )
@@ -120,6 +141,7 @@ def print_runs(runs: Sequence[Served], alone: dict[str, list[int]], console: Con
         "peak of used blocks": [str(one.counts.peak_blocks) for one in runs],
         "preemptions": [str(one.counts.preemptions) for one in runs],
         "tokens computed again": [f"{one.counts.recomputed_tokens:,}" for one in runs],
+        "output tokens a second": [f"{one.tokens_per_second:,.0f}" for one in runs],
         "the model's time, s": [f"{one.model_seconds:.3f}" for one in runs],
         "a plan's time, ms": [f"{1e3 * one.plan_seconds / one.counts.steps:.3f}" for one in runs],
         "requests with the tokens that they get alone": [
@@ -129,6 +151,19 @@ def print_runs(runs: Sequence[Served], alone: dict[str, list[int]], console: Con
     for name, cells in rows.items():
         table.add_row(name, *cells)
     console.print(table)
+
+
+def print_rates(yours: Served, console: Console, beside: PeerRate | None) -> None:
+    """Print the rate, and a peer's for the same requests: it serves them over HTTP, with as many streams as seats."""
+    rate = f"Yours makes {yours.tokens_per_second:,.0f} output tokens a second"
+    if beside is not None and beside.tokens_per_second:
+        times = yours.tokens_per_second / beside.tokens_per_second
+        rate += f", {beside.name} {beside.tokens_per_second:,.0f} from {beside.streams} streams: {times:.2f}x"
+    console.print(f"{rate}.", markup=False, soft_wrap=True)
+
+
+def print_empty_seats(runs: Sequence[Served], console: Console) -> None:
+    """Print the seats that nobody used, by cause, and the steps that yours takes beyond ours."""
     gap = Table(title="Empty seats, by cause: a seat in a step that computed nothing for it")
     gap.add_column("")
     for one in runs:

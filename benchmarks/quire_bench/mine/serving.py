@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from quire_bench.mine.referee import Arrival, Counts, Machine, Plan, Referee, Request, SchedulerUnderTest, Slice
+from quire_bench.workload import Job
 from quire_engine.config import EngineConfig
 from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.limits import SchedulerLimits
@@ -104,6 +105,11 @@ class Served:
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.tokens.values()))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens a second of the model's time and the plans'."""
+        return self.num_tokens / max(self.model_seconds + self.plan_seconds, 1e-9)
 
 
 class _Computing:
@@ -196,6 +202,11 @@ class Bench:
             one.request_id: [drawn.randrange(vocabulary) for _ in range(one.num_prompt)] for one in self._load
         }
         self._turn = 0
+
+    @property
+    def jobs(self) -> list[Job]:
+        """The load as requests to a server, in the order of their arrival."""
+        return [Job(prompt=self._prompts[one.request_id], output_tokens=one.max_new_tokens) for one in self._load]
 
     def serve(self, name: str, scheduler: SchedulerUnderTest) -> Served:
         """Serve the load. Raises Broken, StudentError, ConfigError, ModelLoadError."""
