@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import os
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from typing import Any, Self
 from quire.batch import prepare_all, run_all, with_adapters
 from quire.beams import BeamSearchOutput, BeamSearchParams, beams_of, searches
 from quire.engine_thread import EngineThread
-from quire.outputs import RequestOutput
+from quire.outputs import RequestOutput, empty_line
 from quire.progress import progress
 from quire.prompts import (
     Conversation,
@@ -115,11 +116,14 @@ class LLM:
 
         `sampling_params`: for all prompts, or a list with one for each; without them the model's own defaults hold.
         `lora_request`: the adapter of all prompts, or a list with one or None for each; needs `enable_lora`.
-        `use_tqdm` shows a progress bar on stderr.
+        `use_tqdm` shows a progress bar on stderr, and a line where the model ended outputs with their first token.
         """
         plain = prompt_list(prompts)
         params = params_for(len(plain), sampling_params, self.get_default_sampling_params())
-        return self._run(completions(plain, params), use_tqdm=use_tqdm, lora_request=lora_request)
+        outputs = self._run(completions(plain, params), use_tqdm=use_tqdm, lora_request=lora_request)
+        if use_tqdm and (said := empty_line(outputs)):
+            print(said, file=sys.stderr)
+        return outputs
 
     def chat(
         self,

@@ -77,6 +77,18 @@ def request_output(
     )
 
 
+def empty_line(outputs: Sequence[RequestOutput]) -> str:
+    """A line for the user where the model itself ended outputs with their first token; empty where it ended none."""
+    choices = [choice for output in outputs for choice in output.outputs]
+    empty = sum(one.finish_reason == "stop" and one.stop_reason is None and not one.text for one in choices)
+    if not empty:
+        return ""
+    return (
+        f"{empty} of {len(choices)} outputs are empty: the model took these prompts for complete texts. chat() asks it"
+        " for an answer; SamplingParams(ignore_eos=True) continues whatever it thinks."
+    )
+
+
 def _completion(choice: ChoiceDelta, num_logprobs: int | None, tokenizer: TextTokenizer) -> CompletionOutput:
     if choice.finish_reason is None:
         raise ValueError(f"choice {choice.index} has not ended")
