@@ -33,7 +33,7 @@ KINDS: dict[str, tuple[str, dict[str, int], float]] = {
     "latent": ("deepseek_v3", {}, 2),  # of a plain pool
 }
 VOCABULARY = 120
-USUAL = ("dense", "experts", "odd heads")  # `make rank-test` takes all
+USUAL = ("experts", "odd heads")  # `make rank-test` takes all
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "bfloat16",
@@ -108,6 +108,7 @@ def test_ranks_give_the_tokens_of_one(kind: str) -> None:
         assert hits == 0 if kind == "recurrent" else hits > len(requests) // 2
 
 
+@pytest.mark.matrix  # in `make rank-test`; four ranks of a family of ours: test_ranks.py
 def test_four_ranks_of_which_two_have_the_same_head() -> None:
     requests = asked(4)
     with built("dense", 1) as one:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 
-from model.test_simulated_engine import LIMITS, asked, on_a_gpu, requests
+from model.test_simulated_engine import LIMITS, asked, host, on_a_gpu, requests
 from quire_engine.batch import PENDING
-from quire_engine.build import BuiltEngine, build
 from quire_engine.drafts import Draft, Drafter, Wish, most_drafted_rows
 from quire_engine.engine import Engine
 from quire_engine.errors import ConfigError
@@ -21,7 +19,7 @@ from quire_engine.execution.drafting.row_costs import measured_rows
 from quire_engine.execution.gpu.graphs import Bucket
 from quire_engine.execution.gpu.runner import GpuRunner
 from quire_engine.scheduling.speculation import Speculation, Waiting
-from support.offline import Generated, generate
+from support.offline import generate
 
 CHEAP = dict.fromkeys((1, 64), 0.001)
 MOST = most_drafted_rows(LIMITS.max_num_seqs)
@@ -65,12 +63,6 @@ class Changing(Waiting):
         self.waits = not self._has_choice or self._dice.random() < 0.7
 
 
-@cache
-def host() -> tuple[BuiltEngine, dict[tuple[str, int], Generated]]:
-    built = build(asked())
-    return built, generate(built, requests())
-
-
 def drafter(kind: str) -> Drafter:
     prompts = {wanted.request_id: wanted.prompt_token_ids for wanted in requests()}
     return Known(kind, [(*prompts[name], *each.token_ids) for (name, _), each in host()[1].items()])
@@ -86,8 +78,11 @@ def speculating(kind: str, *, ahead: bool) -> Callable[..., Speculation]:
     return speculate
 
 
+# By turns they are right, wrong, outside the vocabulary and none.
 @pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("kind", ["right", "wrong", "any"])
+@pytest.mark.parametrize(
+    "kind", ["any", *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("right", "wrong"))]
+)
 def test_clients_see_the_same_with_drafts(monkeypatch, kind, ahead):
     """Greedy, drawn, with log-probabilities, rules and grammars, in several choices; beams; some are preempted."""
     built, right = host()

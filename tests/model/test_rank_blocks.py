@@ -65,7 +65,10 @@ class Ranks(Side):
         return self._built
 
 
-@pytest.mark.parametrize(("model", "sizes"), [("bf16", (2, 1)), ("bf16", (1, 2)), ("int8-kv", (2, 4))])
+# Prefixes in files, above, are those of one, two and four ranks.
+@pytest.mark.parametrize(
+    ("model", "sizes"), [("bf16", (2, 1)), ("bf16", (1, 2)), pytest.param("int8-kv", (2, 4), marks=pytest.mark.matrix)]
+)
 def test_ranks_fetch_the_blocks_of_other_ranks(model: str, sizes: tuple[int, int]) -> None:
     """Of another number of them too; four have each of two heads twice."""
     expected = generate(alone(model), [asked("a", 5)])["a", 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from quire_kernels.reference import REFERENCE
 from support.checkpoints import shared_checkpoint
 from support.limits import PLAIN_POLICIES
 from support.model_steps import CPU, random_ids
-from support.offline import generate
+from support.offline import Generated, generate
 from support.simulated_device import SimulatedDevice
 from support.simulated_kernels import SIMULATED
 
@@ -131,11 +132,18 @@ def requests() -> list[GenerationRequest]:
     ]
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@cache
+def host() -> tuple[BuiltEngine, dict[tuple[str, int], Generated]]:
+    """An engine without a device, and what it gives these requests."""
+    built = build(asked())
+    return built, generate(built, requests())
+
+
+# One step ahead with the same requests: in columns, below.
+@pytest.mark.parametrize("ahead", [pytest.param(True, marks=pytest.mark.matrix), False])
 def test_clients_see_the_same(monkeypatch, ahead):
-    host = build(asked())
-    right = generate(host, requests())
-    gpu, device = on_a_gpu(monkeypatch, host, ahead=ahead)
+    built, right = host()
+    gpu, device = on_a_gpu(monkeypatch, built, ahead=ahead)
     assert generate(gpu, requests()) == right
     assert {len(r.token_ids) for r in right.values()} > {10}, "some stop early"
     assert any(r.num_preemptions for r in right.values())
@@ -146,9 +154,8 @@ def test_clients_see_the_same(monkeypatch, ahead):
 @pytest.mark.parametrize(("ahead", "eager"), [(True, True), (True, False)])
 def test_clients_see_the_same_when_requests_are_swapped(monkeypatch, ahead, eager):
     """Their blocks leave and come back in a lane of the device, which runs as late as it may or as early as it can."""
-    host = build(asked())
-    right = generate(host, requests())
-    gpu, device = on_a_gpu(monkeypatch, host, ahead=ahead, num_host_blocks=30)
+    built, right = host()
+    gpu, device = on_a_gpu(monkeypatch, built, ahead=ahead, num_host_blocks=30)
     device.eager_lanes = eager
     for key, result in generate(gpu, requests()).items():
         assert replace(result, num_preemptions=0) == replace(right[key], num_preemptions=0)
@@ -171,17 +178,17 @@ def plain_requests() -> list[GenerationRequest]:
     ]
 
 
-@pytest.mark.parametrize("ahead", [True, False, None])
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.matrix), None])
 def test_clients_see_the_same_with_decodes_in_columns(monkeypatch, ahead):
     """On a GPU, one step ahead or not, and on a CPU, beside requests that no column takes."""
     wanted = [each for pair in zip(plain_requests(), requests(), strict=False) for each in pair]
-    host = build(asked())
-    right = generate(host, wanted)
+    plain = build(asked())
+    right = generate(plain, wanted)
     in_columns: list[int] = []
     if ahead is None:
-        built = replace(host, scheduler=Scheduler(host.plan.scheduler, columns_from=0))
+        built = replace(plain, scheduler=Scheduler(plain.plan.scheduler, columns_from=0))
     else:
-        built, _ = on_a_gpu(monkeypatch, host, ahead=ahead)
+        built, _ = on_a_gpu(monkeypatch, plain, ahead=ahead)
     found = generate(built, wanted, on_batch=lambda batch: in_columns.append(len(batch.items) - len(batch.others)))
     assert found == right
     assert max(in_columns) > 2

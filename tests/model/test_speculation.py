@@ -139,8 +139,12 @@ def without() -> Results:
     return generate(engine(None), requests())
 
 
+# With 40 blocks requests are preempted, and else nothing is different; rows of 400 blocks stand beside one of 40.
+SIZES_OF_POOLS = [pytest.param(400, marks=pytest.mark.matrix), 40]
+
+
 @pytest.mark.parametrize("kind", ["suffix", "right", "wrong", "random", "outside"])
-@pytest.mark.parametrize("blocks", [400, 40])
+@pytest.mark.parametrize("blocks", SIZES_OF_POOLS)
 def test_drafts_change_nothing(kind: str, blocks: int, without: Results) -> None:
     drafter: Drafter = SuffixDrafter() if kind == "suffix" else Script(kind, known(without))
     built = engine(drafter, blocks)
@@ -168,7 +172,7 @@ def test_the_scheduler_begins_with_what_rows_were_measured_to_cost() -> None:
     assert not built.scheduler._speculation._costs._is_measured, "a fault that is planted is for a request"
 
 
-@pytest.mark.parametrize("blocks", [400, 40])
+@pytest.mark.parametrize("blocks", SIZES_OF_POOLS)
 def test_earlier_outputs_change_nothing_and_are_found_again(blocks: int, without: Results) -> None:
     """Of the second round nearly all tokens were said in the first; in another scope none of them is known."""
     built = engine(OutputsDrafter(), blocks)
@@ -235,8 +239,8 @@ def unhurried(built: BuiltEngine) -> Speculation:
     return speculation
 
 
-@pytest.mark.parametrize("blocks", [400, 40])
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("blocks", SIZES_OF_POOLS)
+@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.matrix), "int4"])
 def test_a_draft_model_changes_nothing_and_the_same_model_is_right(
     quantization: str | None, blocks: int, without: Results
 ) -> None:
@@ -266,7 +270,7 @@ def test_greedy_tokens_are_always_those_of_the_same_model() -> None:
     assert stats.total_accepted_tokens == stats.total_draft_tokens > 100
 
 
-@pytest.mark.parametrize("blocks", [400, 40])
+@pytest.mark.parametrize("blocks", SIZES_OF_POOLS)
 def test_a_draft_model_that_is_wrong_changes_nothing_and_is_asked_rarely(
     strange: Path, blocks: int, without: Results
 ) -> None:

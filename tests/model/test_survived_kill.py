@@ -58,7 +58,8 @@ class Streams:
         self._changed.set()
 
 
-@pytest.mark.parametrize("speculation", ["off", "suffix"])
+# Streams with guessed tokens over kills: tests/e2e/test_speculation.py.
+@pytest.mark.parametrize("speculation", ["off", pytest.param("suffix", marks=pytest.mark.matrix)])
 def test_what_a_killed_engine_had_computed_is_not_computed_again(speculation: str) -> None:
     async def body() -> None:
         config = EngineConfig(model=str(demo_model_path()), kv_memory=16 << 20, speculation=speculation)
