@@ -23,7 +23,10 @@ def test_an_engine_of_two_processes_has_the_bits_of_one_and_leaves_nobody_behind
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("what", "code"), [("killed", -signal.SIGKILL), ("crashed", 1)])
+# `make rank-test` takes both.
+@pytest.mark.parametrize(
+    ("what", "code"), [("killed", -signal.SIGKILL), pytest.param("crashed", 1, marks=pytest.mark.matrix)]
+)
 def test_a_rank_s_end_is_the_engine_s(what, code):
     """As a kill from outside, which is no request's fault, or as a crash; also where nothing is told to the rank."""
     done = engine(what)

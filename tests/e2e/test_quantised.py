@@ -48,7 +48,8 @@ def answer(server: Served, *, killed: bool = False) -> tuple[str, int]:
 
 
 @pytest.mark.skipif(not {"avx2", "fma"} <= cpu_features(), reason="the processor has no AVX2")
-@pytest.mark.parametrize("name", ["awq", "gptq"])
+# What the formats' numbers are: tests/model/test_quantised_checkpoints.py.
+@pytest.mark.parametrize("name", [pytest.param("awq", marks=pytest.mark.matrix), "gptq"])
 def test_a_directory_answers_the_same_again_and_after_a_kill(name: str, tmp_path: Path) -> None:
     built = [sys.executable, "-m", "quire_kernels.cpu.build", "--cpu-variant", "avx2"]
     subprocess.run(built, check=True, timeout=600)  # longer than a server's start is waited for
