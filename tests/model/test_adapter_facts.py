@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.adapter import read_adapter
 from quire_engine.execution.models.config import load_model_config
+from quire_engine.tools.adapter_facts import answers
 from quire_engine.types import AdapterFacts
 from quire_server.engine import adapters as served
 from quire_server.engine.adapters import AdapterFiles
@@ -32,10 +33,11 @@ def test_one_process_reads_the_adapters_of_several_models(tmp_path: Path, monkey
     for (config, path), found in zip(wanted, facts, strict=True):
         read = read_adapter(Path(path), load_model_config(Path(config.model)), max_rank=16)
         assert found == AdapterFacts(digest=read.digest, rank=read.rank)
+    with pytest.raises(ModelLoadError, match="none: there is no such directory"):
+        asyncio.run(files.read(configs[0], str(tmp_path / "none")))
     for wrong, folder, told in (
-        (configs[0], tmp_path / "none", "none: there is no such directory"),
         (replace(configs[0], max_lora_rank=2), adapters[2], "rank"),
         (replace(configs[0], enable_lora=False), adapters[0], "adapters are not enabled"),
     ):
-        with pytest.raises(ModelLoadError, match=told):
-            asyncio.run(files.read(wrong, str(folder)))
+        with pytest.raises(ModelLoadError, match=told):  # as the process refuses it
+            list(answers(iter([{"config": asdict(wrong), "path": str(folder)}])))

@@ -133,11 +133,6 @@ def test_a_model_that_is_not_there(tmp_path: Path):
     assert "GGUF" in assert_clean(quire("serve", "--port", "0", "a/model.gguf"), 1)
 
 
-def test_an_impossible_pool():
-    line = assert_clean(quire("serve", "--dry-run", "--kv-memory", "1KiB"), 2)
-    assert "kv_memory" in line.replace("-", "_")
-
-
 def test_an_address_that_is_taken():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -26,7 +26,6 @@ from support.loopback_hub import COMMIT, LoopbackHub, serving
 # The library reads its variables when it is imported: each story is a process.
 ASK = """
 import json, logging, sys
-from quire.llm import engine_settings
 from quire_engine.errors import ModelLoadError
 from quire_server.checkpoint.locate import localized
 from quire_server.settings import Settings
@@ -35,6 +34,8 @@ answers = []
 for asked in json.loads(sys.argv[1]):
     try:
         llm = asked.pop("llm", None)
+        if llm:  # the offline API takes seconds to import
+            from quire.llm import engine_settings
         settings = engine_settings(llm, asked) if llm else localized(Settings(**asked))
         answers.append([settings.model, list(settings.model_names), settings.tokenizer])
     except ModelLoadError as error:
@@ -91,7 +92,6 @@ def ask(hub: LoopbackHub, home: Path, *asked: dict[str, object], **variables: st
         env={**kept, "HF_HOME": str(home), "HF_ENDPOINT": hub.url, **variables},
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
