@@ -24,7 +24,7 @@ HELP_FURTHER := \
   "kernel-test    the kernels on every instruction set of this machine" \
   "kernel-matrix  the same with all rows of every cross product" \
   "test-e2e       real servers, the openai clients, Prometheus" \
-  "e2e-matrix     further model families, kills and commands that take minutes, for which others stand in test-e2e" \
+  "e2e-matrix     further model families, signals, kills and commands, for which others stand in test-e2e" \
   "format         format the code" \
   "walls          where classes and modules reach into each other: private accesses, imports by name, circles" \
   "headline       against transformers' generate and static batches; an hour" \
@@ -34,8 +34,8 @@ HELP_FURTHER := \
   "draft-test     5,000 answers with guessed tokens and without" \
   "schedule-test  the scheduler under random calls, at length; half an hour" \
   "kill-test      the engine of a big model killed under streams: expected and got, and the next token; two minutes" \
-  "property-test  random replies, logs and histories, at length; a quarter of an hour" \
-  "model-matrix   further sizes of chunks and batches of the models, and the reference kernels" \
+  "property-test  random replies, requests, logs and histories, at length; twenty minutes" \
+  "model-matrix   further sizes, ranks, guesses and devices of the models, and the reference kernels" \
   "damage-test    100,000 damaged files of weights; a quarter of an hour" \
   "format-test    numbers of quantised formats, held against their own libraries; installs them" \
   "token-test     tokens of GGUF files, held against llama.cpp's; builds llama.cpp, a quarter of an hour" \
@@ -98,7 +98,8 @@ kernel-test: $(VENV)/.dev
 kernel-matrix: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "kernels and not gpu and not sim" tests/kernels $(ARGS)
 
-# Sizes of chunks and batches of the models for which others stand in `make test`, and minutes of the reference kernels.
+# Sizes of chunks and batches, ranks, guesses and simulated devices for which others stand in `make test`, and minutes of the
+# reference kernels.
 model-matrix: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "matrix and not gpu" tests/model tests/unit $(ARGS)
 
@@ -106,7 +107,8 @@ test-e2e: $(VENV)/.dev
 	PYTHON=$(BIN)/python tests/e2e/peers.sh
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "e2e and not matrix" tests/e2e $(ARGS)
 
-# What others stand for in `make test-e2e`: further families, ten kills instead of four, minutes of commands.
+# What others stand for in `make test-e2e`: further families, formats, ranks, ten kills instead of four, the other signal at each
+# moment of a start, minutes of commands.
 e2e-matrix: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "e2e and matrix" tests/e2e $(ARGS)
 
@@ -320,13 +322,17 @@ schedule-test: $(VENV)/.dev
 	  tests/property/test_cache_shares.py tests/property/test_swapping.py \
 	  tests/unit/engine/scheduling/test_forecast.py tests/unit/engine/scheduling/test_tenant_shares.py $(ARGS)
 
-# Random replies in every format of tool calls, random schedules whose logs replay, and 10,000 histories with decodes in
-# columns and without, at length; a quarter of an hour.
+# Random replies in every format of tool calls, random requests, random schedules whose logs replay, with windows and with
+# guesses, and 10,000 histories with decodes in columns and without, at length; twenty minutes.
 property-test: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 20 --timeout 3600 tests/property/test_reply_parser.py \
-	  tests/property/test_step_log_replay.py tests/property/test_beams.py $(ARGS)
+	  tests/property/test_step_log_replay.py tests/property/test_beams.py tests/property/test_windows.py \
+	  tests/property/test_speculation.py tests/property/test_leap.py tests/property/test_responses_input.py \
+	  tests/property/test_messages_input.py $(ARGS)
 	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 40 --timeout 3600 \
-	  tests/property/test_decode_columns.py tests/property/test_recorded_pool.py $(ARGS)
+	  tests/property/test_recorded_pool.py $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 100 --timeout 3600 \
+	  tests/property/test_decode_columns.py $(ARGS)
 
 # Damaged files of weights: 100,000 of GGUF and of safetensors, each read or refused in one line; a quarter of an hour.
 damage-test: $(VENV)/.dev

@@ -24,7 +24,7 @@ from support.limits import scheduler_config
 from support.scheduler_model import policies, shrunk_to_fit, truly_resumed
 from support.seeds import naming
 
-NUM_RUNS = 250  # `make property-test` does 10,000
+NUM_RUNS = 100  # `make property-test` does 10,000
 
 
 class Side:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+import pytest
+
 from property.test_scheduler_ahead import Ahead
 from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
 from quire_engine.drafts import Draft, Wish
@@ -24,7 +26,7 @@ from support.fake_model import VOCAB_SIZE, extend, sample
 from support.scheduler_model import WINDOWS, policies
 from support.seeds import naming
 
-NUM_RUNS = 400
+NUM_RUNS = 160  # `make property-test` does many times as many
 
 
 class Verifier(FakeExecutor):
@@ -113,9 +115,10 @@ class Speculating(Ahead):
         return replace(config, num_blocks=num_blocks, windows=windows, plans_ahead=self.dice.random() < 0.4)
 
 
-def test_random_schedules_with_drafts_give_the_tokens_without() -> None:
+def test_random_schedules_with_drafts_give_the_tokens_without(request: pytest.FixtureRequest) -> None:
+    num_runs = NUM_RUNS * int(request.config.getoption("--times", 1))
     seen: Counter[str] = Counter()
-    for seed in range(NUM_RUNS):
+    for seed in range(num_runs):
         speculating = Speculating(seed)
         with naming(seed):
             speculating.play()
@@ -125,6 +128,6 @@ def test_random_schedules_with_drafts_give_the_tokens_without() -> None:
         seen["drafts planned ahead"] += stats.total_draft_tokens * (speculating.seen["ahead"] > 0)
         seen["accepted"] += stats.total_accepted_tokens
     print(dict(seen))
-    assert seen["drafts"] > seen["accepted"] > NUM_RUNS
-    assert seen["preempted"] > NUM_RUNS / 10
-    assert seen["drafts planned ahead"] > NUM_RUNS / 2
+    assert seen["drafts"] > seen["accepted"] > num_runs
+    assert seen["preempted"] > num_runs / 10
+    assert seen["drafts planned ahead"] > num_runs / 2

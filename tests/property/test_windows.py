@@ -22,7 +22,7 @@ from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_tokens,
 from support.limits import scheduler_config
 from support.seeds import naming
 
-NUM_RUNS = 500
+NUM_RUNS = 200  # `make property-test` does many times as many
 WINDOWS = ((None, 3), (None, 6, 6), (4,), (9, 2), (None, None, 5))
 
 
@@ -45,16 +45,17 @@ class Windowed(Ahead):
             )
 
 
-def test_random_schedules_read_only_what_their_windows_have() -> None:
+def test_random_schedules_read_only_what_their_windows_have(request: pytest.FixtureRequest) -> None:
+    num_runs = NUM_RUNS * int(request.config.getoption("--times", 1))
     seen: Counter[str] = Counter()
-    for seed in range(NUM_RUNS):
+    for seed in range(num_runs):
         windowed = Windowed(seed)
         with naming(seed):
             windowed.play()
         seen += windowed.seen
     print(dict(seen))
     for what in ("ahead", "copies", "forks", "preempted", "held", "given back", "a hit behind the window"):
-        assert seen[what] > NUM_RUNS / 10, seen
+        assert seen[what] > num_runs / 10, seen
 
 
 def test_a_block_given_back_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
