@@ -50,6 +50,7 @@ def test_a_kill_of_a_rank_is_not_seen_by_any_client(alone: Any) -> None:
         assert not lives(pid), "a rank is left behind"
 
 
+@pytest.mark.matrix  # in `make rank-test`; four ranks, and two with int4: tests/model/test_ranks.py
 def test_four_ranks_and_their_weights_in_int4(alone: Any) -> None:
     with Served(*FLAGS, *alone[1], "--quantization", "int4") as server:
         expected = asyncio.run(streams(server.url, 16))
@@ -59,6 +60,7 @@ def test_four_ranks_and_their_weights_in_int4(alone: Any) -> None:
         assert "4 ranks of 1 thread" in server.log()
 
 
+@pytest.mark.matrix  # in `make rank-test`; a killed engine moves its streams as this one does: test_replicas.py
 def test_a_kill_of_one_replica_s_rank_moves_its_streams(alone: Any) -> None:
     beside = ("--replicas", "2", "-tp", "2", "--num-threads", "4")
     with Served(*FLAGS, *alone[1], *beside) as server:
