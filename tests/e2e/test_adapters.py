@@ -110,7 +110,7 @@ def test_two_adapters_go_on_after_kills(model: Path, adapters: list[Path]) -> No
 
     async def run(server: Served) -> None:
         async with client(server.url) as http:
-            alone = [await stream(http, request) for request in wanted]
+            alone = await asyncio.gather(*(stream(http, request) for request in wanted))
             progress = [0] * len(wanted)
 
             def watch(i: int) -> Any:

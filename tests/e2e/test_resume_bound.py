@@ -74,7 +74,7 @@ async def stream(http: httpx.AsyncClient, body: dict[str, Any], said: Said) -> S
 
 async def compare(server: Served) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
-        alone = [await stream(http, body, Said()) for body in bodies()]
+        alone = await asyncio.gather(*(stream(http, body, Said()) for body in bodies()))
         seen = [Said() for _ in alone]
         tasks = [asyncio.create_task(stream(http, body, said)) for body, said in zip(bodies(), seen, strict=True)]
         for share in (0.2, 0.5, 0.8):
