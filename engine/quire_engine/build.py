@@ -56,7 +56,6 @@ from quire_engine.execution.models.found import find_model, is_bidirectional, wh
 from quire_engine.execution.models.parameters import Parameters, WeightMemory
 from quire_engine.execution.models.served import ModelFacts, ServedModel, Wanted
 from quire_engine.execution.numerics import Facts, numeric_facts, numerics_name
-from quire_engine.execution.optional_paths import shown_here, unchecked
 from quire_engine.execution.parallel.checks import check_kept, check_ranks
 from quire_engine.execution.parallel.devices import DeviceRanks
 from quire_engine.execution.parallel.model import Leader
@@ -64,6 +63,7 @@ from quire_engine.execution.parallel.processes import RankProcesses
 from quire_engine.execution.pool_rows import BlockForm, PoolRows
 from quire_engine.execution.prefix_files import PrefixFiles, open_prefix_files
 from quire_engine.execution.progress import Tell, tell_nobody
+from quire_engine.execution.proven_paths import shown_here, unchecked
 from quire_engine.execution.runner import Runner
 from quire_engine.execution.surviving_pool import SurvivingPool, held_bytes, open_surviving
 from quire_engine.gguf import typed_name

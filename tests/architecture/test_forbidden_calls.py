@@ -182,7 +182,7 @@ def test_a_planted_assert_is_found():
 READS_FILES = {
     "quire_engine.machine": "/proc and /sys",
     "quire_engine.quality_store": "a trusted folder",
-    "quire_engine.execution.optional_paths": "a trusted folder, and the kernels' own files",
+    "quire_engine.execution.proven_paths": "a trusted folder, and the kernels' own files",
     "quire_engine.cost_model": "a command's own file",
     "quire_engine.execution.models.checkpoint": "/proc/self/maps",
     "quire_server.http.memory": "/proc/self/statm",

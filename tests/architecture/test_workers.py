@@ -26,7 +26,7 @@ STARTS = {
     "quire_server.api_servers.process": {"quire_server.api_servers"},
     "quire_server.text.worker_process": {"template_worker.py", "grammar_worker.py"},
     "quire_server.text.tokenizer_process": {"tokenizer_worker.py"},
-    "quire_engine.execution.optional_paths": {"quire_engine.tools"},
+    "quire_engine.execution.proven_paths": {"quire_engine.tools"},
     "quire_engine.execution.parallel.processes": {"quire_engine.process.rank"},
     "quire_engine.execution.parallel.devices": {"quire_engine.process.device_rank"},
 }

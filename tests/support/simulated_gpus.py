@@ -28,8 +28,8 @@ import quire_engine.execution.executor
 from quire_engine.build import BuiltEngine, build
 from quire_engine.config import EngineConfig
 from quire_engine.errors import QuireError
-from quire_engine.execution.optional_paths import unchecked
 from quire_engine.execution.parallel import devices
+from quire_engine.execution.proven_paths import unchecked
 from quire_engine.limits import SchedulerLimits
 from quire_engine.process import device_rank
 from quire_engine.ranks import Rank

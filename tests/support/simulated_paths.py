@@ -27,7 +27,7 @@ import quire_engine.build
 import quire_engine.tools.prover.__main__ as prover
 from quire_engine.build import build
 from quire_engine.config import EngineConfig
-from quire_engine.execution import optional_paths
+from quire_engine.execution import proven_paths
 from quire_engine.execution.gpu.device import capture_on
 from quire_engine.tools.json_child import converse
 from quire_engine.tools.prover.work import Proof
@@ -198,22 +198,22 @@ def _child(faults: Faults) -> int:
 def _serve(faults: Faults) -> None:
     """Two starts of one engine: their tokens, whether they are the plain ones', what is left out, what was logged."""
     said = _Lines()
-    logging.getLogger("quire_engine.execution.optional_paths").addHandler(said)
+    logging.getLogger("quire_engine.execution.proven_paths").addHandler(said)
     plain = build(asked(device="cpu", kernels="reference", async_scheduling="off"))
     expected, found = generate(plain, requests()[:3]), []
     Machine()
     torch.cuda.get_device_capability = lambda _=None: (9, 0)  # type: ignore[assignment]
-    quire_engine.build.shown_here = optional_paths.shown_here
+    quire_engine.build.shown_here = proven_paths.shown_here
     quire_engine.build.select_kernels = lambda config, *_: simulated_set(config.left_out_paths or (), faults)
     starts = []
-    optional_paths._command = lambda: (
+    proven_paths._command = lambda: (
         starts.append(1)
         or [  # type: ignore[func-returns-value]
             *(sys.executable, "-m", __spec__.name, "child", json.dumps(faults))
         ]
     )
-    optional_paths._is_checked = lambda *_: True
-    optional_paths.PATIENCE = {"budget": _LONGEST}
+    proven_paths._is_checked = lambda *_: True
+    proven_paths.PATIENCE = {"budget": _LONGEST}
     with OnTheCpu():
         for _ in range(2):
             built = build(_config(faults))

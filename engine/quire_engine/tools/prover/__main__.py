@@ -18,8 +18,8 @@ from quire_engine.execution.gpu.device import CudaDevice, capture_on
 from quire_engine.execution.kernel_checks import model_sizes, select_kernels
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.found import find_model
-from quire_engine.execution.optional_paths import asked_paths, without_paths
 from quire_engine.execution.progress import tell_nobody
+from quire_engine.execution.proven_paths import asked_paths, without_paths
 from quire_engine.tools.json_child import converse
 from quire_engine.tools.prover.work import Proof
 from quire_engine.tools.prover.workers import Broken, Patience, Say, prove

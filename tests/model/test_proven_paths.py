@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from quire_engine.config import EngineConfig, engine_config, for_later_engines
-from quire_engine.execution import optional_paths
+from quire_engine.execution import proven_paths
 from quire_engine.execution.models.found import find_model
-from quire_engine.execution.optional_paths import asked_paths, shown_here, without_paths
+from quire_engine.execution.proven_paths import asked_paths, shown_here, without_paths
 from quire_engine.tools.prover.workers import Broken, Patience, Watch, prove
 from quire_engine.verdict import Verdict, verdict_of
 from quire_kernels.optional_paths import (
@@ -182,7 +182,7 @@ def gpu(monkeypatch, tmp_path):
         asked.append(verdict)
         return Verdict(ops_checked=True, possible=(DECODE_CHAIN, GRAPHS), paths={DECODE_CHAIN: "", GRAPHS: "wrong"})
 
-    monkeypatch.setattr(optional_paths, "_ask", ask)
+    monkeypatch.setattr(proven_paths, "_ask", ask)
     return asked
 
 
@@ -200,10 +200,10 @@ def test_a_verdict_holds_for_its_device_versions_and_settings(gpu, monkeypatch):
     for number, change in enumerate(
         (
             lambda: shown(deterministic=True),
-            lambda: monkeypatch.setattr(optional_paths, "gpu_driver", lambda: "999.1") or shown(),
+            lambda: monkeypatch.setattr(proven_paths, "gpu_driver", lambda: "999.1") or shown(),
             lambda: monkeypatch.setattr(torch, "__version__", "99.0") or shown(),
-            lambda: monkeypatch.setattr(optional_paths, "_triton", lambda: "99.0") or shown(),
-            lambda: monkeypatch.setattr(optional_paths, "_kernels_hash", lambda: "other") or shown(),
+            lambda: monkeypatch.setattr(proven_paths, "_triton", lambda: "99.0") or shown(),
+            lambda: monkeypatch.setattr(proven_paths, "_kernels_hash", lambda: "other") or shown(),
             lambda: monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "another GPU") or shown(),
         ),
         start=2,
@@ -221,9 +221,9 @@ def test_who_trusts_its_gpu_is_asked_nothing(gpu):
 
 def test_without_a_verdict_what_was_asked_for_stays(gpu, monkeypatch):
     def ask(*_):
-        raise optional_paths._NoVerdict("no process")
+        raise proven_paths._NoVerdict("no process")
 
-    monkeypatch.setattr(optional_paths, "_ask", ask)
+    monkeypatch.setattr(proven_paths, "_ask", ask)
     assert shown(quantization="int8") == tuple(name for name in NAMES if name != PACKED_WEIGHTS)
 
 

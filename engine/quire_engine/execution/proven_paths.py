@@ -1,4 +1,4 @@
-"""The optional paths of a GPU's kernels at a start: which it has shown, and what serves in place of the others.
+"""The optional paths that a GPU has proven at a start or before, and what serves in place of the others.
 
 Promises: checks run in a child process; what they found is kept for this device, its driver, these versions and
 kernels, and this configuration, so that the next start asks nothing. Must not know: requests, the server.
