@@ -34,6 +34,7 @@ class Quality:
     bf16_perplexity: float
     perplexity: float
     measured: str  # day, YYYY-MM-DD
+    device: str = "cpu"  # or "cuda", whose kernels round otherwise
 
     def __str__(self) -> str:
         return (
@@ -41,20 +42,25 @@ class Quality:
         )
 
 
-def quality_text(checkpoint: str, quantization: str | None, kv_cache_dtype: str = "auto") -> str:
+def quality_text(checkpoint: str, quantization: str | None, kv_cache_dtype: str = "auto", device: str = "cpu") -> str:
     """One line for the operator: the stored quality, or how to measure it; empty for a model that is not quantised."""
     if quantization is None and kv_cache_dtype == "auto":
         return ""
-    found = stored_quality(checkpoint, quantization, kv_cache_dtype)
+    found = stored_quality(checkpoint, quantization, kv_cache_dtype, device)
     return "not measured: run quire eval-quant" if found is None else str(found)
 
 
 def stored_quality(
-    checkpoint: str, quantization: str | None, kv_cache_dtype: str = "auto", *, directory: Path | None = None
+    checkpoint: str,
+    quantization: str | None,
+    kv_cache_dtype: str = "auto",
+    device: str = "cpu",
+    *,
+    directory: Path | None = None,
 ) -> Quality | None:
-    """The quality of the checkpoint with this fingerprint, if it was measured by `quire eval-quant`."""
+    """The quality of the checkpoint with this fingerprint, if `quire eval-quant` measured it on this kind of device."""
     try:
-        path = (directory or default_directory()) / _file_name(checkpoint, quantization, kv_cache_dtype)
+        path = (directory or default_directory()) / _file_name(checkpoint, quantization, kv_cache_dtype, device)
         with open(open_trusted(path), "rb") as file:
             stored = json.loads(file.read(_MOST_BYTES))
         if stored.pop("format") != _FORMAT:
@@ -69,7 +75,7 @@ def stored_quality(
 def store_quality(quality: Quality, *, directory: Path | None = None) -> Path:
     """Store it, in place of an earlier measurement. Raises OSError."""
     directory = trusted(directory or default_directory())
-    path = directory / _file_name(quality.checkpoint, quality.quantization, quality.kv_cache_dtype)
+    path = directory / _file_name(quality.checkpoint, quality.quantization, quality.kv_cache_dtype, quality.device)
     descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=path.name)
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -89,6 +95,7 @@ def default_directory() -> Path:
         raise UntrustedFolder("there is no home folder to keep measurements in (set HOME)") from None
 
 
-def _file_name(checkpoint: str, quantization: str | None, kv_cache_dtype: str) -> str:
+def _file_name(checkpoint: str, quantization: str | None, kv_cache_dtype: str, device: str) -> str:
     kv = "" if kv_cache_dtype == "auto" else f"-kv-{kv_cache_dtype}"
-    return f"{checkpoint}-{quantization or 'bf16'}{kv}.json"
+    on = "" if device == "cpu" else f"-{device}"
+    return f"{checkpoint}-{quantization or 'bf16'}{kv}{on}.json"

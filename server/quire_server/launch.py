@@ -123,7 +123,7 @@ def _plan_of(settings: Settings) -> EnginePlan:
 
 
 def _print_plan(plan: EnginePlan) -> None:
-    print(plan_text(plan, quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)))
+    print(plan_text(plan, quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype, plan.device)))
 
 
 async def _show_plans(models: Sequence[Settings], entries: Sequence[ModelEntry]) -> int:

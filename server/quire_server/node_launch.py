@@ -140,7 +140,8 @@ def _named(plan: EnginePlan, digest: str) -> EnginePlan:
 
 
 def _greet(plan: EnginePlan) -> None:
-    for line in plan_text(plan, quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)).splitlines():
+    quality = quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype, plan.device)
+    for line in plan_text(plan, quality).splitlines():
         log.info("%s", line)
     log.info("the node is ready: `quire serve --engines` with its address takes requests for it")
 

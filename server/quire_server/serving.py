@@ -270,7 +270,7 @@ def _greet(settings: Settings, state: ServerState, listening: Listening) -> None
     for each in state.every:
         plan = each.client.plan
         log.info("model %s: %s%s", each.model_names[0], summary_text(plan), _defaults_text(each.defaults))
-        quality = quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype)
+        quality = quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype, plan.device)
         for line in plan_text(plan, quality).splitlines():
             log.debug("%s", line)
     has_page = state.prompts is not None and settings.uds is None

@@ -527,7 +527,8 @@ def _metrics(settings: Settings, plan: EnginePlan, tenants: Tenants, usage: Usag
         old_names=settings.vllm_old_metric_names,
     )
     is_quantised = plan.quantization is not None or plan.kv_cache_dtype != "auto"
-    quality = stored_quality(plan.checkpoint, plan.quantization, plan.kv_cache_dtype) if is_quantised else None
+    key = plan.checkpoint, plan.quantization, plan.kv_cache_dtype, plan.device
+    quality = stored_quality(*key) if is_quantised else None
     metrics.observe_plan(plan, None if quality is None else quality.mean_kl)
     return metrics
 

@@ -1,4 +1,4 @@
-"""Ranks as processes on GPUs that are simulated: the start, the bits of one rank, and the end of one of them."""
+"""Engines on simulated GPUs: ranks as processes, their start, bits and ends; the quality that an fp8 KV cache costs."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ def engine(what: str) -> subprocess.CompletedProcess[str]:
 def test_an_engine_of_two_processes_has_the_bits_of_one_and_leaves_nobody_behind():
     done = engine("same")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_cost_of_an_fp8_kv_cache_is_measured_there():
+    done = engine("quality")
+    assert done.returncode == 0, done.stderr
+    assert "greedy agreement" in done.stdout
 
 
 # `make rank-test` takes both.

@@ -33,6 +33,7 @@ from quire_engine.execution.proven_paths import unchecked
 from quire_engine.limits import SchedulerLimits
 from quire_engine.process import device_rank
 from quire_engine.ranks import Rank
+from quire_engine.tools import quality
 from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_kernels.ranks import TorchDistributed
 from support.checkpoints import shared_checkpoint
@@ -167,6 +168,24 @@ def _lost(by: signal.Signals) -> None:
         time.sleep(120)
 
 
+def _quality() -> None:
+    """What a KV cache of fp8 costs there, as `quire eval-quant` measures it."""
+    kernels = replace(SIMULATED, attention=_in_fp8)
+    Machine()
+    quire_engine.build.select_kernels = lambda config, *_: kernels if config.kv_cache_dtype == "fp8" else SIMULATED
+    variants = [quality.Variant(), quality.Variant(kv_cache_dtype="fp8")]
+    with OnTheCpu():
+        same, fp8 = quality.measure(shared_checkpoint(), variants, None, num_threads=1, device="cuda")
+    assert (same.device, same.max_kl, same.greedy_agreement) == ("cuda", 0.0, 1.0)
+    assert 0 < fp8.mean_kl < 0.1, fp8
+    print(fp8)
+
+
+def _in_fp8(q: Any, shape: Any, kv: Any, layer: int, step: Any) -> Any:
+    """Attention over keys and values that are rounded to fp8 when they are read."""
+    return SIMULATED.attention(q, shape, kv.to(torch.float8_e4m3fn).to(kv.dtype), layer, step)
+
+
 def _pids(built: BuiltEngine) -> tuple[int, ...]:
     assert built.ranks is not None
     return built.ranks.pids
@@ -178,7 +197,12 @@ def main(what: str, *numbers: str) -> int:
         with OnTheCpu():
             return device_rank.main(*map(int, numbers))
     try:
-        {"same": _same, "killed": partial(_lost, signal.SIGKILL), "crashed": partial(_lost, signal.SIGABRT)}[what]()
+        {
+            "same": _same,
+            "killed": partial(_lost, signal.SIGKILL),
+            "crashed": partial(_lost, signal.SIGABRT),
+            "quality": _quality,
+        }[what]()
     except QuireError as error:
         print(error, file=sys.stderr)
         return 2

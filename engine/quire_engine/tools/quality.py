@@ -19,14 +19,16 @@ from torch import Tensor
 
 from quire_engine.batch import Batch, ScheduledSequence
 from quire_engine.build import Resolved, resolve
-from quire_engine.config import EngineConfig, KVCacheDType, Quantization
+from quire_engine.config import Device, EngineConfig, KVCacheDType, Quantization
 from quire_engine.errors import ConfigError
+from quire_engine.execution.device import resolve_device
 from quire_engine.execution.kv_storage import KVStorage
 from quire_engine.execution.loading import Loading
 from quire_engine.execution.model_input import model_input
 from quire_engine.execution.models.checkpoint import fingerprint
 from quire_engine.execution.models.served import ModelFacts
 from quire_engine.execution.progress import tell_nobody
+from quire_engine.execution.proven_paths import asked_paths
 from quire_engine.execution.step_tensors import step_tensors
 from quire_engine.kv_groups import one_group
 from quire_engine.limits import SchedulerLimits
@@ -37,7 +39,6 @@ from quire_engine.tools.logit_comparison import Comparison, Prompts, equal_share
 from quire_engine.types import SamplingParams, StopParams
 
 _log = logging.getLogger(__name__)
-_CPU = torch.device("cpu")
 _BLOCK_SIZE = 16
 MAX_PROMPT_TOKENS = 256
 CONTINUATION_TOKENS = 32
@@ -60,30 +61,30 @@ def measure(
     *,
     end_token_ids: Sequence[int] = (),
     num_threads: int | None = None,
+    device: Device = "cpu",
 ) -> Iterator[Quality]:
     """The quality of each variant in turn. Without `prompts`, fixed pseudo-random ids are used.
 
     A continuation ends after one of `end_token_ids`. Raises ConfigError, ModelLoadError.
     """
     threads, ends = num_threads or usable_cores(), frozenset(end_token_ids)
-    config = _resolved(path, Variant(), threads).model
+    plain = _resolved(path, Variant(), threads, device)
+    config = plain.model
     kind = "random ids" if prompts is None else "text"
     prompts = bounded(random_prompts(config.vocab_size) if prompts is None else prompts, config)
     checkpoint = fingerprint(path)
     reference: list[Tensor] = []
-    continued = ask(_resolved(path, Variant(), threads), Variant(), prompts, ends, reference.append)
+    continued = ask(plain, Variant(), prompts, ends, reference.append)
     for variant in variants:
         comparison = Comparison(prompts, reference)
-        shares = [
-            equal_share(ours, theirs)
-            for ours, theirs in zip(
-                continued, ask(_resolved(path, variant, threads), variant, prompts, ends, comparison.add), strict=True
-            )
-        ]
+        resolved = _resolved(path, variant, threads, device)
+        found = ask(resolved, variant, prompts, ends, comparison.add)
+        shares = [equal_share(ours, theirs) for ours, theirs in zip(continued, found, strict=True)]
         yield Quality(
             checkpoint=checkpoint,
             quantization=variant.quantization,
             kv_cache_dtype=variant.kv_cache_dtype,
+            device=resolved.device.type,
             prompts=kind,
             num_positions=comparison.num_positions,
             mean_kl=comparison.mean_kl,
@@ -117,21 +118,23 @@ def bounded(prompts: Prompts, config: ModelFacts) -> Prompts:
     return cut
 
 
-def _resolved(path: Path, variant: Variant, threads: int) -> Resolved:
+def _resolved(path: Path, variant: Variant, threads: int, device: Device) -> Resolved:
     """The model with its kernels, not loaded yet. Raises ConfigError, ModelLoadError."""
-    return resolve(
-        EngineConfig(
-            model=str(path),
-            device="cpu",
-            dtype="bfloat16",
-            kernels="cpu",
-            quantization=variant.quantization,
-            kv_cache_dtype=variant.kv_cache_dtype,
-            num_threads=threads,
-            packed_cache=False,
-            limits=SchedulerLimits(block_size=_BLOCK_SIZE),
-        )
+    config = EngineConfig(
+        model=str(path),
+        device=device,
+        dtype="bfloat16",
+        kernels="cpu" if resolve_device(device).type == "cpu" else "auto",
+        quantization=variant.quantization,
+        kv_cache_dtype=variant.kv_cache_dtype,
+        num_threads=threads,
+        packed_cache=False,
+        limits=SchedulerLimits(block_size=_BLOCK_SIZE),
     )
+    resolved = resolve(config, check_kernels=True)
+    if left_out := set(asked_paths(config)) - set(asked_paths(resolved.asked)):
+        raise ConfigError(f"{', '.join(sorted(left_out))}: left out on this GPU, where its checks failed")
+    return resolved
 
 
 @torch.inference_mode()
@@ -140,20 +143,21 @@ def ask(
 ) -> list[list[int]]:
     """Load the model, pass each prompt's logits to `on_logits`, return the greedy continuations, free the model.
 
-    The logits are [T, V] float32, with a row for every token of the prompt.
+    The logits are [T, V] float32 in host memory, with a row for every token of the prompt.
     """
     _log.info("computing with %s weights and a KV cache of %s", *_names(variant))
     blocks_each = [-(-(len(prompt) + CONTINUATION_TOKENS) // _BLOCK_SIZE) for prompt in prompts]
     config = resolved.model
     resolved = replace(resolved, layout=one_group(config.kv_heads))  # as the tables below
-    kv = KVStorage(resolved.kernels, config, sum(blocks_each), _BLOCK_SIZE, torch.bfloat16, _CPU)
+    kv = KVStorage(resolved.kernels, config, sum(blocks_each), _BLOCK_SIZE, torch.bfloat16, resolved.device)
     longest = max(len(prompt) for prompt in prompts) + CONTINUATION_TOKENS
     decoder = Loading(resolved.wanted(), None, tell_nobody).load(longest)
 
     def compute(*items: ScheduledSequence) -> Tensor:
         batch = Batch(step_id=0, items=items, num_tokens=sum(item.num_tokens for item in items))
         step = step_tensors(batch, _BLOCK_SIZE, config.vocab_size)
-        return decoder.logits(decoder.forward(model_input(step, _BLOCK_SIZE, _CPU), kv.tensor))
+        rows = model_input(step, _BLOCK_SIZE, resolved.device)
+        return decoder.logits(decoder.forward(rows, kv.tensor)).cpu()
 
     sequences, first_block = [], 0
     for prompt, num_blocks in zip(prompts, blocks_each, strict=True):
@@ -204,6 +208,7 @@ def answers(questions: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             asked["prompts"],
             end_token_ids=asked["end_token_ids"],
             num_threads=asked["num_threads"],
+            device=asked["device"],
         )
         for quality in found:
             _keep(quality)

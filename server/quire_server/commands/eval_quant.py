@@ -1,4 +1,4 @@
-"""`quire eval-quant`: measures the quality loss by int8 or int4 weights, or by an int8 KV cache.
+"""`quire eval-quant`: measures the quality loss by int8 or int4 weights, or by a KV cache in int8 or fp8.
 
 Promises: exit code 0 when everything was measured, 1 when the model cannot be, 2 for flags that cannot work; each with
 one clear line. Must not know: torch.
@@ -10,11 +10,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from quire_engine.config import Device, KVCacheDType
 from quire_engine.demo import demo_model_path
 from quire_engine.errors import QuireError
 from quire_engine.quality_store import Quality
@@ -42,9 +44,7 @@ def run(argv: Sequence[str]) -> int:
         return complain("eval-quant", f"{given.json} cannot be written: there is no such directory", BAD_USAGE)
     variants = [{"quantization": name, "kv_cache_dtype": given.kv_cache_dtype} for name in given.quantization]
     if {"quantization": None, "kv_cache_dtype": "auto"} in variants:
-        return complain(
-            "eval-quant", "--quantization none leaves nothing to measure; add --kv-cache-dtype int8", BAD_USAGE
-        )
+        return complain("eval-quant", "--quantization none leaves nothing to measure; add --kv-cache-dtype", BAD_USAGE)
     try:
         found = ask("quality", _question(given, variants), Quality)
     except (QuireError, ApiError) as error:
@@ -70,7 +70,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="what to measure, of int8, int4 and none (weights in bf16); default: int8,int4",
     )
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto", help="of the quantised model")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=get_args(KVCacheDType),
+        default="auto",
+        help="of the quantised model: int8 on a CPU, fp8 on a GPU",
+    )
+    parser.add_argument("--device", choices=get_args(Device), default="auto", help="default: a GPU where there is one")
     parser.add_argument("--num-threads", type=whole_number, help="compute threads; default: one for each usable core")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     return parser
@@ -99,13 +105,14 @@ def _question(given: argparse.Namespace, variants: object) -> dict[str, object]:
         "prompts": prompts,
         "end_token_ids": ends,
         "num_threads": given.num_threads,
+        "device": given.device,
     }
 
 
 def print_table(model: str, found: Sequence[Quality], console: Console | None = None) -> None:
     """The numbers and what they mean."""
     console = wide_console(console)
-    where = f"{found[0].num_positions:,} positions of {found[0].prompts}"
+    where = f"{found[0].num_positions:,} positions of {found[0].prompts}, on {found[0].device}"
     table = Table(title=f"{model} beside itself in bf16, {where}", title_justify="left")
     for title in ("weights", "KV cache"):
         table.add_column(title)

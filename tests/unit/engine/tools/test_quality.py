@@ -122,9 +122,14 @@ def test_what_is_stored_is_found(tmp_path):
     store_quality(replace(QUALITY, quantization=None, kv_cache_dtype="int8"), directory=folder)
     assert stored_quality(QUALITY.checkpoint, "int8", directory=folder) == newer
     assert stored_quality(QUALITY.checkpoint, None, "int8", directory=folder) is not None
+    assert stored_quality(QUALITY.checkpoint, "int8", device="cuda", directory=folder) is None
+    on_gpu = replace(QUALITY, device="cuda", mean_kl=0.5)
+    store_quality(on_gpu, directory=folder)
+    assert stored_quality(QUALITY.checkpoint, "int8", device="cuda", directory=folder) == on_gpu
+    assert stored_quality(QUALITY.checkpoint, "int8", directory=folder) == newer
     for others in (("fedcba9876543210", "int8"), (QUALITY.checkpoint, "int4"), (QUALITY.checkpoint, "int8", "int8")):
         assert stored_quality(*others, directory=folder) is None
-    assert len(list(folder.iterdir())) == 2
+    assert len(list(folder.iterdir())) == 3
     assert path.stat().st_size < 1000
 
 

@@ -88,7 +88,9 @@ def test_a_process_that_dies_is_told(monkeypatch, capsys):
         (["--quantization", "int3"], 2, "'int3' is unknown; use int8, int4 or none"),
         (["--quantization", "none"], 2, "nothing to measure"),
         (["--json", "/nowhere/at/all.json"], 2, "no such directory"),
-        (["--kv-cache-dtype", "fp8"], 2, "fp8"),
+        (["--kv-cache-dtype", "fp4"], 2, "fp4"),
+        (["--device", "tpu"], 2, "tpu"),
+        (["--device", "cpu", "--kv-cache-dtype", "fp8"], 1, "set kv_cache_dtype to int8"),
         (["--num-threads", "0"], 2, "--num-threads"),
     ],
 )
