@@ -1,8 +1,8 @@
 """Optional paths of a GPU that is not there, with faults planted in them: `python -m support.simulated_paths WHAT`.
 
 Every path computes what the reference does, so whoever takes one with a fault is found out; a fault is a wrong result,
-a signal, a hang, or a lack of memory. Checks run where they always do: in forked workers of a process of their own.
-Must not know: what a test expects.
+an exception, a signal, a hang, or a lack of memory. Checks run where they always do: in forked workers of a process of
+their own, which adds a line to the file `checked` in the home directory. Must not know: what a test expects.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 import quire_engine.build
+import quire_engine.process.__main__ as engine_process
 import quire_engine.tools.prover.__main__ as prover
 from quire_engine.build import build
 from quire_engine.config import EngineConfig
@@ -58,7 +59,7 @@ from support.simulated_gpus import Machine, OnTheCpu, asked, requests
 from support.simulated_kernels import SIMULATED
 
 CPU = torch.device("cpu")
-KINDS = ("wrong", "signal", "hang", "memory")
+KINDS = ("wrong", "exception", "signal", "hang", "memory")
 Faults = Mapping[str, str]  # the kind, by path
 _OWN = (STORED_PRODUCTS, UNMASKED_PROMPTS, FUSED_GATE_UP, DECODE_CHAIN, DEPENDENT_LAUNCH, GRAPHS)
 _OPS = {  # by path, the op that has its fault
@@ -84,6 +85,8 @@ def strike(kind: str, found: Any) -> Any:
     match kind:
         case "wrong":
             return found._replace(weight=found.weight * 1.5) if hasattr(found, "_replace") else found * 1.5
+        case "exception":
+            raise RuntimeError("planted")
         case "signal":
             os.kill(os.getpid(), signal.SIGSEGV)
         case "hang":
@@ -188,11 +191,36 @@ def _subject(faults: Faults, left_out: Collection[str]) -> Subject:
 
 def _child(faults: Faults) -> int:
     """The process of a start's checks, on such a GPU."""
+    with open(_checked(), "a", encoding="utf-8") as file:
+        file.write(f"{os.getpid()}\n")
     prover.DEVICE = CPU
     prover.select_kernels = lambda config, *_: simulated_set(config.left_out_paths or (), faults)
     prover.CudaDevice = lambda _: FaultyDevice(faults)  # type: ignore[assignment, misc]
     prover.prove = partial(prove, wait=patient)
     return converse(prover.answers)
+
+
+def _checked() -> Path:
+    return Path.home() / "checked"
+
+
+def _find_gpu(faults: Faults) -> None:
+    """Let this process find such a GPU, which it checks at a start as it would another one."""
+    Machine()
+    torch.cuda.get_device_capability = lambda _=None: (9, 0)  # type: ignore[assignment]
+    quire_engine.build.shown_here = proven_paths.shown_here
+    quire_engine.build.select_kernels = lambda config, *_: simulated_set(config.left_out_paths or (), faults)
+    proven_paths._command = lambda: [sys.executable, "-m", __spec__.name, "child", json.dumps(faults)]
+    proven_paths._is_checked = lambda *_: True
+    proven_paths.PATIENCE = {"budget": _LONGEST}
+
+
+def _engine(faults: Faults, fd: str, parent: str) -> int:
+    """The engine process of a server, on such a GPU."""
+    _find_gpu(faults)
+    with OnTheCpu():
+        engine_process.main(int(fd), int(parent))
+    return 0
 
 
 def _serve(faults: Faults) -> None:
@@ -201,25 +229,14 @@ def _serve(faults: Faults) -> None:
     logging.getLogger("quire_engine.execution.proven_paths").addHandler(said)
     plain = build(asked(device="cpu", kernels="reference", async_scheduling="off"))
     expected, found = generate(plain, requests()[:3]), []
-    Machine()
-    torch.cuda.get_device_capability = lambda _=None: (9, 0)  # type: ignore[assignment]
-    quire_engine.build.shown_here = proven_paths.shown_here
-    quire_engine.build.select_kernels = lambda config, *_: simulated_set(config.left_out_paths or (), faults)
-    starts = []
-    proven_paths._command = lambda: (
-        starts.append(1)
-        or [  # type: ignore[func-returns-value]
-            *(sys.executable, "-m", __spec__.name, "child", json.dumps(faults))
-        ]
-    )
-    proven_paths._is_checked = lambda *_: True
-    proven_paths.PATIENCE = {"budget": _LONGEST}
+    _find_gpu(faults)
     with OnTheCpu():
         for _ in range(2):
             built = build(_config(faults))
             same = None if found else generate(built, requests()[:3]) == expected
             found.append({"same": same, "left_out": built.plan.left_out_paths, "replaced": built.plan.replaced_ops})
-            found[-1] |= {"children": len(starts), "said": said.take(), "kv": built.plan.kv_cache_dtype}
+            children = len(_checked().read_text(encoding="utf-8").splitlines())
+            found[-1] |= {"children": children, "said": said.take(), "kv": built.plan.kv_cache_dtype}
             built.close()
     print(json.dumps(found))
 
@@ -241,11 +258,17 @@ class _Lines(logging.Handler):
         return taken
 
 
-def main(what: str, faults: str = "{}") -> int:
+def main(what: str, faults: str = "{}", *given: str) -> int:
     planted: Faults = json.loads(faults)
-    if what == "child":
-        return _child(planted)
-    {"each": _each, "serve": partial(_serve, planted)}[what]()
+    match what:
+        case "each":
+            _each()
+        case "serve":
+            _serve(planted)
+        case "child":
+            return _child(planted)
+        case "engine":
+            return _engine(planted, *given)
     return 0
 
 
