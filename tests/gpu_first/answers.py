@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +91,8 @@ async def metric(url: str, name: str) -> float:
     return sum(float(value) for value in re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE))
 
 
-def served(device: str, *flags: str) -> Any:
-    return own_server([MODEL, "--device", device, "--deterministic", "--max-num-seqs", "64", *MEMORY, *flags])
+def served(device: str, *flags: str, model: str = MODEL) -> Any:
+    return own_server([model, "--device", device, "--deterministic", "--max-num-seqs", "64", *MEMORY, *flags])
 
 
 async def start(device: str) -> str:
@@ -166,11 +166,11 @@ async def adapters(device: str) -> str:
 WHAT = {"start": start, "batch": batch, "speculation": speculation, "adapters": adapters}
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], known: Mapping[str, Callable[[str], Coroutine[Any, Any, str]]] = WHAT) -> int:
     """0: as it must be; 1: not so. The last line says what was found."""
     what, device = argv
     try:
-        print(asyncio.run(WHAT[what](device)))
+        print(asyncio.run(known[what](device)))
     except Differs as error:
         first, _, rest = str(error).partition("\n")
         print(f"{rest}\n{first}" if rest else first)

@@ -12,6 +12,7 @@ from gpu_first.results import PASSED, Result
 from support.gpu_run import TRITON_FOLDER
 
 NOT_RUN = "not run"
+PATHS_JOB = "optional paths"
 
 
 def _kernels(*names: str) -> tuple[str, ...]:
@@ -28,13 +29,14 @@ CAPABILITIES: Mapping[str, tuple[str, ...]] = {
     "whole engine, bits alone and in batches": ("tests/model/test_gpu_engine.py", "tests/model/test_bitwise.py"),
     "graphs of steps": _kernels("graphs"),
     "kernels of the FP8 KV cache": _kernels("e4m3"),
+    "quality of the FP8 KV cache": ("quality of the FP8 KV cache",),
     "speed of the FP8 KV cache": ("bench kv-types",),
     "speed of kernels and steps": ("bench kernels",),
     "swap to the host": ("tests/model/test_gpu_swap.py",),
     "decodes in five launches a layer": (*_kernels("decode_chain", "chain_audit"), "bench chains"),
     "heads of 512, other families": _kernels("families"),
     "mixtures of experts": _kernels("experts"),
-    "GPTQ, AWQ, FP8 as stored": (*_kernels("stored_product"), "stored formats"),
+    "GGUF, GPTQ, AWQ, FP8 as stored": (*(*_kernels("stored_product"), "stored formats", "GGUF served", "AWQ served"),),
     "weights converted to int8 and int4": _kernels("quantise"),
     "LoRA adapters": (*_kernels("low_rank"), "adapters"),
     "guessed tokens": ("guessed tokens",),
@@ -51,9 +53,19 @@ def shown(jobs: Sequence[str], results: Sequence[Result]) -> str:
     for device in {result.device for result in results}:
         passed = {r.job: r.started for r in results if r.device == device and r.outcome == PASSED}
         if jobs and all(job in passed for job in jobs):
-            when = max(passed[job] for job in jobs)
-            latest = max(latest, (when[:10], device.partition(",")[0]))
-    return f"{latest[0]}, {latest[1]}" if latest[0] else NOT_RUN
+            latest = max(latest, (max(passed[job] for job in jobs), device))
+    return _when(*latest) if latest[0] else NOT_RUN
+
+
+def path_shown(name: str, results: Sequence[Result]) -> str:
+    """The date and the device on which an optional path last passed its checks, or that it has not run."""
+    facts = [(each, each.facts or {}) for each in results if each.job == PATHS_JOB]
+    passed = [(each.started, each.device) for each, found in facts if found.get("paths", {}).get(name) == ""]
+    return _when(*max(passed)) if passed else NOT_RUN
+
+
+def _when(started: str, device: str) -> str:
+    return f"{started[:10]}, {device.partition(',')[0]}"
 
 
 def table(results: Sequence[Result]) -> list[str]:

@@ -15,6 +15,7 @@ CUDA, SIMULATED = "cuda", "simulated"
 FACTS = "{facts}"  # in a command: the file for a job's own JSON
 
 _WEB = ("fastapi", "httptools", "llguidance", "msgspec", "multipart", "pydantic_settings", "uvicorn")
+_MAKING = ("gguf", "safetensors", "tokenizers", "transformers")  # of checkpoints
 _BENCH_SUMMARY = r"^(?:NOT MEASURED: .*|\S.*; [\d,]+ s)$"
 
 
@@ -55,6 +56,9 @@ def parts(device: str, seen: Collection[str] = ()) -> tuple[Part, ...]:
             jobs=(
                 _module("serve", "gpu_first.answers", "start", on, seconds=60, needs=_WEB),
                 _module("verify", *_verify(on), seconds=100, needs=_WEB),
+                _module(
+                    "optional paths", "gpu_first.paths", on, FACTS, seconds=60, needs=("safetensors", "tokenizers")
+                ),
                 _module("answers alone and in a batch", "gpu_first.answers", "batch", on, seconds=60, needs=_WEB),
             ),
         ),
@@ -79,9 +83,14 @@ def parts(device: str, seen: Collection[str] = ()) -> tuple[Part, ...]:
         ),
         Part(
             letter="d",
-            title="GPTQ, AWQ, FP8 as stored",
+            title="GGUF, GPTQ, AWQ, FP8 as stored",
             seconds=40,
-            jobs=(_selected("stored formats", "tests/kernels/triton/test_families.py", "stored", device, seconds=38),),
+            at_once=3 if device == CUDA else 1,
+            jobs=(
+                _selected("stored formats", "tests/kernels/triton/test_families.py", "stored", device, seconds=38),
+                _module("GGUF served", "gpu_first.stored", "gguf", on, seconds=38, needs=(*_WEB, *_MAKING)),
+                _module("AWQ served", "gpu_first.stored", "awq", on, seconds=38, needs=(*_WEB, *_MAKING)),
+            ),
         ),
         Part(
             letter="e",
@@ -91,9 +100,9 @@ def parts(device: str, seen: Collection[str] = ()) -> tuple[Part, ...]:
         ),
         Part(
             letter="f",
-            title="FP8 KV cache: speed and capacity",
+            title="FP8 KV cache: quality, speed and capacity",
             seconds=50,
-            jobs=(_bench("bench kv-types", "kv-types", on, seconds=48),),
+            jobs=(_quality(device), _bench("bench kv-types", "kv-types", on, seconds=48)),
         ),
         Part(
             letter="g",
@@ -165,6 +174,20 @@ def _selected(name: str, file: str, which: str, device: str, *, seconds: float) 
     *command, last = job.command
     command = [*command, f"{last} and {which}"] if command[-1] == "-k" else [*job.command, "-k", which]
     return replace(job, name=name, command=tuple(command), seconds=seconds)
+
+
+def _quality(device: str) -> Job:
+    name = "quality of the FP8 KV cache"
+    if device == SIMULATED:
+        return Job(name=name, command=("-m", "support.simulated_gpus", "quality"), seconds=45)
+    command = ("-m", "quire_server.cli", "eval-quant", "--device", device, "--quantization", "none")
+    return Job(
+        name=name,
+        command=(*command, "--kv-cache-dtype", "fp8", "--json", FACTS),
+        seconds=45,
+        needs=_WEB,
+        summary=r"^.*\bfp8\b.*$",
+    )
 
 
 def _ranks(device: str) -> Job:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from gpu_first import capabilities, jobs
 from gpu_first.jobs import Job, Part
 from gpu_first.results import CRASHED, FAILED, HUNG, NO_TIME, NOT_HERE, PASSED, Results, passed_somewhere, recorded
 from gpu_first.running import Run
+from quire_kernels.optional_paths import NAMES
 from support import gpu_run
 from support.children import Children
 
@@ -146,6 +148,23 @@ def test_the_documents_say_of_each_capability_when_it_ran():
     known = {job.name for part in jobs.parts(jobs.CUDA) for job in part.jobs}
     assert {job for needed in capabilities.CAPABILITIES.values() for job in needed} <= known
     assert {result.job for result in recorded()} <= known
+
+
+def test_the_documents_say_of_each_optional_path_when_it_passed_its_checks():
+    text = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)`: .* \| .* \| (.*) \|$", text, re.MULTILINE)
+    assert rows == [(name, capabilities.path_shown(name, recorded())) for name in NAMES]
+    assert capabilities.PATHS_JOB in {job.name for part in jobs.parts(jobs.CUDA) for job in part.jobs}
+
+
+def test_a_path_has_passed_where_its_own_checks_did_whatever_became_of_others(tmp_path):
+    write = "import json, sys; json.dump({'paths': {'graphs': '', 'fp8-cache': 'off by 3'}}, open(sys.argv[1], 'w'))"
+    job = Job(name=capabilities.PATHS_JOB, command=("-c", write + "; sys.exit(1)", jobs.FACTS), seconds=LONG)
+    results = _results(tmp_path, "A GPU, 1")
+    _run(results, _part(job))
+    found = [results.of(job)]
+    ran = [capabilities.path_shown(name, found) for name in ("graphs", "fp8-cache", "decode-chain")]
+    assert ran == [f"{found[0].started[:10]}, A GPU", capabilities.NOT_RUN, capabilities.NOT_RUN]
 
 
 def test_a_capability_has_run_where_all_of_its_jobs_passed_on_one_device(tmp_path):

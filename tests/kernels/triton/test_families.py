@@ -36,7 +36,7 @@ def test_dense_gemma4_has_heads_of_two_widths_in_one_pool(deterministic):
         assert torch.equal(model.logits(ids, chunk=17, seed=1), whole)
 
 
-@pytest.mark.parametrize("name", ["gptq", "W8A16", "fp8 by row"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "W8A16", "fp8 by row"])
 def test_matrices_of_quantised_checkpoints_stay_as_they_are_stored(name, tmp_path):
     """In chunks too, bit for bit: decoded in the loop of a product."""
     quantised, dense = make_quantised(tmp_path, FORMS[name])
