@@ -58,7 +58,7 @@ _OF_NODES_ALONE = {"listen", "metrics_listen", "kv_listen", "kv_address", "kv_tr
 _OF_NODES = {
     *(_OF_ENGINES - {"replicas"} | _OF_LINKS | _OF_NODES_ALONE | {"revision", "download_dir"}),
     *("drain_timeout", "max_engine_restarts", "engine_hang_timeout", "log_level", "log_format"),
-    *("enable_fault_injection", "dry_run", "config", "kv_events_config", "vllm_old_metric_names"),
+    *("enable_fault_injection", "dry_run", "config", "kv_events_config"),
 }
 
 _EPILOG = f"""\

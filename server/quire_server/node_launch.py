@@ -85,7 +85,7 @@ async def _serve(settings: Settings, output: Output) -> int:
         tokenizer = await asyncio.to_thread(tokenizer_digest, Path(settings.tokenizer or settings.model_path))
         metrics = None
         if settings.metrics_listen is not None:
-            metrics = NodeMetrics(settings.model_names[0], old_names=settings.vllm_old_metric_names)
+            metrics = NodeMetrics(settings.model_names[0])
             where_told = parse_address(settings.metrics_listen, "--metrics-listen")
             url = await stack.enter_async_context(scraped(where_told, metrics, engine.load_ratio, settings))
             log.info("the node's metrics are at %s", url)

@@ -524,7 +524,6 @@ def _metrics(settings: Settings, plan: EnginePlan, tenants: Tenants, usage: Usag
         max_model_len=plan.scheduler.max_model_len,
         tenants=[each.name for each in tenants.all],
         usage=usage,
-        old_names=settings.vllm_old_metric_names,
     )
     is_quantised = plan.quantization is not None or plan.kv_cache_dtype != "auto"
     key = plan.checkpoint, plan.quantization, plan.kv_cache_dtype, plan.device

@@ -77,11 +77,10 @@ class Histogram:
 class Values(Collector):
     """All metrics of one server. What is exported under an alias has the label `engine` too, as vLLM's has.
 
-    An `old` name is an alias that vLLM has given up and dashboards still read; all of them may be left out.
+    An `old` name is an alias that vLLM has given up and dashboards still read.
     """
 
-    def __init__(self, registry: CollectorRegistry, labels: dict[str, str], *, old_names: bool = True) -> None:
-        self._old_names = old_names
+    def __init__(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
         self._labels = labels
         self._alias_labels = labels | {"engine": "0"}
         self._exports: list[Callable[[], Metric]] = []
@@ -158,7 +157,7 @@ class Values(Collector):
             yield name, self._labels, tuple(labels)
         if alias is not None:
             yield alias, self._alias_labels, (alias_label,) if alias_label is not None else tuple(labels)
-        if old is not None and self._old_names:
+        if old is not None:
             yield old, self._alias_labels, tuple(labels)
 
 

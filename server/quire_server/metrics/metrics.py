@@ -74,13 +74,12 @@ class Metrics:
         max_model_len: int = 2048,
         tenants: Sequence[str] = (),
         usage: UsageBook | None = None,
-        old_names: bool = True,
     ) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
-        values = Values(self.registry, {"model_name": model_name}, old_names=old_names)
+        values = Values(self.registry, {"model_name": model_name})
         self._requests = RequestMetrics(values, max_model_len)
         self._engine = EngineMetrics(values)
         self._plan = PlanMetrics(values)

@@ -20,11 +20,10 @@ class NodeMetrics:
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, model_name: str, *, old_names: bool = True) -> None:
-        """`old_names`: with the aliases that vLLM has dropped."""
+    def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        values = Values(self._registry, {"model_name": model_name}, old_names=old_names)
+        values = Values(self._registry, {"model_name": model_name})
         self._engine, self._plan, self._load_ratio = EngineMetrics(values), PlanMetrics(values), load_progress(values)
         self.observe = self._engine.observe  # the engine's state, once a step
         self.restarted = self._engine.restarted

@@ -75,7 +75,9 @@ REMOVED: Mapping[str, str] = {
     "log_stats_interval": f"a line with throughput, queue and cache comes every {_SERVER.log_stats_interval:g} s while"
     " requests run; --log-level warning leaves it out",
     "enable_vllm_metric_names": "metrics are always exported under their vllm: names too",
+    "vllm_old_metric_names": "metrics are always exported under the names that vLLM has removed too",
 }
+REMOVED_SWITCHES = frozenset(("enable_vllm_metric_names", "spare_engine", "vllm_old_metric_names"))  # which --no-x set too
 
 
 def removed_line(spelling: str, name: str) -> str:

@@ -193,9 +193,6 @@ class ServerFields(BaseModel):
         "Observing",
         "events of the KV cache for routers of others; JSON object; needs quire[events]",
     )
-    vllm_old_metric_names: bool = option(
-        True, "Observing", "metrics also under names that vLLM has removed: gpu_cache_usage_perc"
-    )
     learn: bool = option(False, "Observing", "let the page /learn pause the engine: requests wait meanwhile")
     check_invariants: bool = option(False, "Observing", "audit the scheduler after every step, not only when idle")
     enable_fault_injection: FaultList = option(

@@ -15,7 +15,7 @@ from textwrap import wrap
 from types import MappingProxyType
 from typing import Literal, cast
 
-from quire_server.settings.limits import REMOVED, removed_line
+from quire_server.settings.limits import REMOVED, REMOVED_SWITCHES, removed_line
 from quire_server.settings.sources import SettingsError, read_config
 from quire_server.settings.values import parse_count
 
@@ -580,7 +580,7 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_any("kv-cache-metrics-sample", "/metrics has what there is"),
     *_any("custom-histogram-buckets", "the buckets of /metrics are fixed, so that servers can be summed", "json"),
     *_any("enable-flash-late-interaction", "texts are compared by one vector each", "switch"),
-    *_any("show-hidden-metrics-for-version", "--vllm-old-metric-names, on by default, shows the older names"),
+    *_any("show-hidden-metrics-for-version", "metrics are always exported under the older names too"),
     *_any("aggregate-engine-logging", "there is one engine", "switch"),
     *_any("fail-on-environ-validation", "VLLM_ variables that would change something are named at the start", "switch"),
     # -- Lifetime
@@ -592,7 +592,7 @@ _GONE = tuple(
     VllmFlag(
         name=name.replace("_", "-"),
         short=(),
-        takes="switch" if name.startswith(("enable_", "spare_")) else "value",
+        takes="switch" if name in REMOVED_SWITCHES else "value",
         text="",
         setting=name,
         refused=True,

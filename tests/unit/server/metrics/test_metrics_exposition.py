@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 
@@ -70,15 +69,6 @@ def test_older_names_have_the_values_of_the_newer_ones():
     assert scrape("vllm:cpu_cache_usage_perc") == 0.25
     ratio = scrape("vllm:avg_prompt_throughput_toks_per_s") / scrape("vllm:avg_generation_throughput_toks_per_s")
     assert ratio == pytest.approx(6 / 2)
-
-
-def test_older_names_can_be_left_out():
-    with_them, without = (loaded(Metrics("tiny", old_names=old_names)) for old_names in (True, False))
-    gone = {name for name, _ in with_them.samples} - {name for name, _ in without.samples}
-    assert gone >= set(OLD_NAMES)
-    assert {name.startswith("vllm:") for name in gone} == {True}
-    assert "vllm:kv_cache_usage_perc" in without.text
-    assert not re.search("vllm:(gpu|cpu|avg|time_per|time_in)_", without.text)
 
 
 def test_histogram_buckets_are_cumulative_and_end_in_infinity():

@@ -14,6 +14,7 @@ from quire_server.engine.replicas import FAILOVER_SECONDS
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.flags import build_parser, parse_flags
 from quire_server.settings import ENV_PREFIX, REMOVED, Settings, SettingsError, flag_name
+from quire_server.settings.limits import REMOVED_SWITCHES
 from quire_server.settings.vllm import flags_text
 
 ROOT = Path(__file__).parents[4]
@@ -35,6 +36,7 @@ def refused(*argv: str) -> tuple[str, ...]:
 
 def test_what_is_gone_is_no_setting() -> None:
     assert REMOVED.keys() & Settings.model_fields.keys() == set()
+    assert REMOVED.keys() >= REMOVED_SWITCHES
 
 
 @pytest.mark.parametrize("name", REMOVED)
@@ -45,11 +47,12 @@ def test_as_a_flag(name: str) -> None:
     assert refused(flag_name(name)) == (line,)
 
 
-@pytest.mark.parametrize("name", ["enable-vllm-metric-names", "spare-engine"])
+@pytest.mark.parametrize("name", sorted(REMOVED_SWITCHES))
 def test_as_a_switch(name: str) -> None:
-    (line,) = refused(f"--{name}")
-    assert line.startswith(f"--{name} is no setting any more")
-    for spelling in (f"--no-{name}", f"--{name}=false", f"--{name.replace('-', '_')}=true"):
+    flag = flag_name(name)
+    (line,) = refused(flag)
+    assert line.startswith(f"{flag} is no setting any more")
+    for spelling in (f"--no-{flag[2:]}", f"{flag}=false", f"--{name}=true"):
         assert refused(spelling) == (line,)
 
 
