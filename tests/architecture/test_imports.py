@@ -17,6 +17,7 @@ ONLY_IN = {
     "httptools": ("quire_bench",),
     "huggingface_hub": ("quire_server.checkpoint.hub",),
     "rich": ("quire_bench", "quire_server.commands", "quire.progress"),
+    "shtab": ("quire_server.commands.completion",),
     "matplotlib": ("quire_bench",),
     "anyio": ("quire_server",),
     "pydantic": ("quire_server",),

@@ -34,7 +34,7 @@ EXCEPTIONS = {
         "quire_engine.simulation.replaying": 3,
         "quire_engine.simulation.simulator": 5,
         "quire_kernels.stored": 1,
-        "quire_server.commands.showing.completions": 1,  # argparse has no public name for a parser's flags
+        "quire_server.commands.completion": 1,  # argparse has no public name for a parser's flags
         "quire_server.flags": 1,  # nor for the type of their groups
     },
     "function that is a method": {

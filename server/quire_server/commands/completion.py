@@ -8,22 +8,24 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
+
+import shtab
 
 from quire_server.cli import COMMANDS
-from quire_server.commands.showing.completions import SHELLS, Command, flags_of
 from quire_server.commands.showing.terminal import DONE, Parser
 from quire_server.flags import SERVE
 from quire_server.flags import build_parser as parser_of
 
-# First arguments that are words of the command's own.
-_WORDS = {"completion": tuple(SHELLS), "config": ("check", "from")}
+_SHELLS = ("bash", "zsh", "fish")
 _TAKES_FLAGS_OF_SERVE = ("run-batch", "config")
+_OF_FILES = {"PATH", "FILE", "DIR"}  # names of values that are files or folders
 
 
 def run(argv: Sequence[str]) -> int:
     """Print the script; the process's exit code."""
     shell = build_parser().parse_args(argv).shell
-    print(SHELLS[shell](commands()), end="")
+    print(shtab.complete(whole_parser(), shell))
     return DONE
 
 
@@ -31,21 +33,25 @@ def build_parser() -> ArgumentParser:
     """The command's own flags."""
     parser = Parser(
         prog="quire completion",
-        description="Print a script that completes the commands and flags of quire: source <(quire completion bash),"
-        " source <(quire completion zsh), quire completion fish | source.",
+        description="Print a script that completes the commands and flags of quire:"
+        ' eval "$(quire completion bash)", eval "$(quire completion zsh)", quire completion fish | source.',
     )
-    parser.add_argument("shell", choices=tuple(SHELLS))
+    parser.add_argument("shell", choices=_SHELLS)
     return parser
 
 
-def commands() -> list[Command]:
-    """All commands with their flags, in the order of `quire --help`."""
-    found = []
+def whole_parser() -> ArgumentParser:
+    """Return a parser of all commands with their flags, in the order of `quire --help`."""
+    whole = ArgumentParser(prog="quire")
+    commands = whole.add_subparsers()
     for name, (module, text) in COMMANDS.items():
         build = getattr(import_module(module), "build_parser", None)
-        flags = () if build is None else flags_of(build())
+        parents = [] if build is None else [build()]
         if name in _TAKES_FLAGS_OF_SERVE:
-            own = {word for flag in flags for word in flag.names}
-            flags += tuple(flag for flag in flags_of(parser_of(SERVE)) if not own & {*flag.names})
-        found.append(Command(name=name, help=text, flags=flags, words=_WORDS.get(name, ())))
-    return found
+            parents.append(parser_of(SERVE))
+        command = commands.add_parser(name, help=text, parents=parents, add_help=False, conflict_handler="resolve")
+        for action in command._actions:
+            names_a_file = action.type is Path or str(action.metavar) in _OF_FILES
+            if names_a_file or not (action.option_strings or action.choices):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+    return whole

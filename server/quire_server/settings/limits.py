@@ -77,7 +77,7 @@ REMOVED: Mapping[str, str] = {
     "enable_vllm_metric_names": "metrics are always exported under their vllm: names too",
     "vllm_old_metric_names": "metrics are always exported under the names that vLLM has removed too",
 }
-REMOVED_SWITCHES = frozenset(("enable_vllm_metric_names", "spare_engine", "vllm_old_metric_names"))  # which --no-x set too
+REMOVED_SWITCHES = frozenset(("enable_vllm_metric_names", "spare_engine", "vllm_old_metric_names"))  # `--no-x`
 
 
 def removed_line(spelling: str, name: str) -> str:
