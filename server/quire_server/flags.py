@@ -33,8 +33,7 @@ from quire_server.settings import (
     suggest,
 )
 from quire_server.settings.keys import readable_by_others
-from quire_server.settings.migration import Adopted, adopt, variables_line
-from quire_server.settings.migration_tables import LLAMA_SERVER, OLLAMA
+from quire_server.settings.migration import LLAMA_SERVER, OLLAMA, Translation, adopt, variables_line
 from quire_server.settings.sources import check_admin_keys, check_keys, environment_names, service_link_warnings
 from quire_server.settings.values import Kinds, plain_words, synonym_of
 from quire_server.settings.vllm import (
@@ -162,7 +161,7 @@ def parse_command_line(argv: Sequence[str], prog: str = SERVE) -> CommandLine:
     return CommandLine(settings=settings, notes=tuple(notes), warnings=tuple(warnings))
 
 
-def _adopted(argv: Sequence[str]) -> Adopted:
+def _adopted(argv: Sequence[str]) -> Translation:
     """The words with those of llama-server in ours; a short flag that nobody has is a problem, as none is cut apart."""
     adopted = adopt(LLAMA_SERVER, argv, _is_ours)
     short = short_names()

@@ -18,7 +18,7 @@ import pytest
 
 from e2e.served import Served
 from quire_engine.demo import demo_model_path
-from quire_server.settings.migration_tables import SERVERS
+from quire_server.settings.migration import SERVERS
 from support.documents import FOR_USERS, ROOT, text
 
 pytestmark = pytest.mark.e2e

@@ -20,8 +20,7 @@ from quire_server.flags import ENGINE, SERVE, check_command_line
 from quire_server.http.tls import tls_context
 from quire_server.logs.output import check_collector
 from quire_server.settings import DEMO_MODEL, Settings, SettingsError, several_models
-from quire_server.settings.migration import translate_words
-from quire_server.settings.migration_tables import SERVERS
+from quire_server.settings.migration import SERVERS, translate_words
 from quire_server.warming import read_prefixes
 
 _NAME = "config check"
