@@ -58,7 +58,7 @@ def run(given: CommandLine, source: Path, target: Path) -> int:
 
     def body(settings: Settings, output: Output) -> int:
         # The lines are requests of this program's own, for which no key, tenant or host name is checked.
-        own = {"api_key": (), "api_key_file": None, "tenants": None, "first_keys": Keys(), "allowed_hosts": ("*",)}
+        own = {"api_key": (), "tenants": None, "first_keys": Keys(), "allowed_hosts": ("*",)}
         alone = settings.model_copy(update=own | {"batch_dir": files.state})
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(_answer(localized(alone), files, output))

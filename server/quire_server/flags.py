@@ -32,7 +32,7 @@ from quire_server.settings import (
     settings_and_problems,
     suggest,
 )
-from quire_server.settings.keys import readable_by_others
+from quire_server.settings.keys import key_file, readable_by_others
 from quire_server.settings.migration import LLAMA_SERVER, OLLAMA, Translation, adopt, variables_line
 from quire_server.settings.sources import check_admin_keys, check_keys, environment_names, service_link_warnings
 from quire_server.settings.values import Kinds, plain_words, synonym_of
@@ -242,7 +242,7 @@ def check_command_line(argv: Sequence[str], prog: str = SERVE) -> tuple[CommandL
     return None, list(dict.fromkeys(problems))
 
 
-_KEYS, _ADMIN_KEYS = {"api_key", "api_key_file"}, {"admin_api_key", "admin_api_key_file"}
+_KEYS, _ADMIN_KEYS = {"api_key"}, {"admin_api_key"}
 _TWO_MODELS = "the model is given twice: as an argument and with --model; keep one"
 
 
@@ -306,16 +306,20 @@ _USELESS = {
 
 def _secret_warnings(flags: Mapping[str, object], settings: Settings) -> Iterator[str]:
     """Warnings about keys that other users of this machine can read."""
-    told = sorted(name for name in flags if name in _FIELDS and _extra(_FIELDS[name]).get("secret"))
+    takes_files = {"api_key": settings.api_key, "admin_api_key": settings.admin_api_key}
+    only_files = {name for name, keys in takes_files.items() if all(map(key_file, keys))}
+    secret = (name for name in flags if name in _FIELDS and _extra(_FIELDS[name]).get("secret"))
+    told = sorted(set(secret) - only_files)
     if told:
         names = " and ".join(map(flag_name, told))
         variables = ", ".join(f"{ENV_PREFIX}{name.upper()}" for name in told)
-        files = "".join(f" or in {flag_name(name)}-file" for name in told if f"{name}_file" in _FIELDS)
+        files = "".join(f" or in a file: {flag_name(name)} @FILE" for name in told if name in takes_files)
         yield f"{names} on the command line can be read by every user of this machine: put it in {variables}{files}"
-    for name in ("api_key_file", "admin_api_key_file"):
-        path = getattr(settings, name)
-        if path is not None and readable_by_others(path):
-            yield f"{flag_name(name)} {path} can be read by every user of this machine: chmod o-r it"
+    for name, keys in takes_files.items():
+        for key in keys:
+            path = key_file(key)
+            if path is not None and readable_by_others(path):
+                yield f"{flag_name(name)} {key} can be read by every user of this machine: chmod o-r it"
 
 
 def _kinds() -> Kinds:

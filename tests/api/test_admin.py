@@ -106,7 +106,7 @@ async def test_this_machines_own_pages_may(headers: dict[str, str]) -> None:
 async def test_with_a_key_everyone_needs_it_and_an_api_key_is_none(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("ops=0123456789\n")
-    settings = {"api_key": ("ordinary",), "admin_api_key": ("operator",), "admin_api_key_file": file}
+    settings = {"api_key": ("ordinary",), "admin_api_key": ("operator", f"@{file}")}
     for path in PATHS:
         for key in ("operator", "0123456789"):
             for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key, "x-forwarded-for": "1.2.3.4"}):
@@ -126,7 +126,7 @@ async def test_with_api_keys_and_no_admin_key_it_is_closed_to_all(
 ) -> None:
     file = tmp_path / "keys"
     file.write_text("ordinary\n")
-    for given in ({"api_key": ("ordinary",)}, {"api_key_file": file}):
+    for given in ({"api_key": ("ordinary",)}, {"api_key": (f"@{file}",)}):
         reply = await get(client=client, headers=headers, **given)
         assert (reply.status_code, reply.json()["error"]["code"]) == (403, "admin_only")
         assert "--admin-api-key" in reply.json()["error"]["message"]

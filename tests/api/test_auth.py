@@ -82,7 +82,7 @@ async def test_the_log_has_the_keys_name_and_never_the_key(caplog: pytest.LogCap
 async def test_a_file_has_keys_too(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# people\nalice=0123456789\n\nplain\n")
-    async with connect(make_app(api_key_file=file)) as client:
+    async with connect(make_app(api_key=(f"@{file}",))) as client:
         for key in ("0123456789", "plain"):
             assert (await client.get("/v1/models", headers=bearer(key))).status_code == 200
         check_refusal(await client.get("/v1/models"))

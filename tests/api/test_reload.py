@@ -70,7 +70,7 @@ async def test_a_key_is_refused_at_its_next_request_and_its_stream_goes_on(tmp_p
     file.write_text("alice=key-of-alice\nbob=key-of-bob1\n")
     engine = FakeEngine()
     engine.hold()
-    async with served(engine, api_key=("from-a-flag",), api_key_file=file) as client:
+    async with served(engine, api_key=("from-a-flag", f"@{file}")) as client:
         headers = {"x-api-key": "key-of-alice"}
         running = asyncio.create_task(client.post("/v1/completions", json=BODY | {"stream": True}, headers=headers))
         await until(lambda: bool(engine.live))
@@ -92,7 +92,7 @@ async def test_a_key_is_refused_at_its_next_request_and_its_stream_goes_on(tmp_p
 async def test_admin_keys_change_too(tmp_path: Path) -> None:
     file = tmp_path / "admins"
     file.write_text("first-operator\n")
-    async with served(admin_api_key=(), admin_api_key_file=file) as client:
+    async with served(admin_api_key=(f"@{file}",)) as client:
         file.write_text("second-operator\n")
         told = await reload(client, authorization="Bearer first-operator")
         assert told["admin_keys"] == {"added": 1, "removed": 1}
@@ -103,9 +103,9 @@ async def test_admin_keys_change_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("keys", None, "--api-key-file {}: cannot be read: No such file"),
-        ("keys", "# nobody\n", "--api-key-file {}: there is no key in it"),
-        ("keys", "a=short\n", "--api-key-file {}: line 1: an API key is written NAME=KEY with less than 8"),
+        ("keys", None, "--api-key @{}: cannot be read: No such file"),
+        ("keys", "# nobody\n", "--api-key @{}: there is no key in it"),
+        ("keys", "a=short\n", "--api-key @{}: line 1: an API key is written NAME=KEY with less than 8"),
         ("tenants", "tenants: [", "--tenants {}: not YAML"),
         ("tenants", "tenants: [{name: lab}]", "tenant 1 ('lab'): key_sha256: Field required"),
         ("tenants", None, "--tenants {}: cannot be read"),
@@ -117,7 +117,7 @@ async def test_a_wrong_file_changes_nothing(
     files = {each: tmp_path / each for each in ("keys", "tenants")}
     files["keys"].write_text("an-old-key\n")
     write_tenants(files["tenants"], entry("lab", "old-key-of-lab"))
-    async with served(api_key_file=files["keys"], tenants=files["tenants"]) as client:
+    async with served(api_key=(f"@{files['keys']}",), tenants=files["tenants"]) as client:
         files["keys"].write_text("a-new-key\n")
         write_tenants(files["tenants"], entry("lab", "new-key-of-lab"))
         if text is None:
@@ -194,7 +194,7 @@ async def test_another_usage_file_needs_a_start(tmp_path: Path) -> None:
 async def test_reloads_at_once_end_with_the_latest_files(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("a-first-key\n")
-    async with served(api_key_file=file) as client:
+    async with served(api_key=(f"@{file}",)) as client:
         asked = []
         for number in range(8):
             new = tmp_path / "new"
@@ -214,7 +214,7 @@ async def test_sighup_reloads_and_a_terminal_that_was_closed_stops(
     file.write_text("a-first-key\n")
     has_terminal = True
     monkeypatch.setattr("quire_server.serving.os.isatty", lambda _descriptor: has_terminal)
-    credentials = Credentials(Settings(api_key_file=file))
+    credentials = Credentials(Settings(api_key=(f"@{file}",)))
     loop = asyncio.get_running_loop()
     stop = Stop(asked=loop.create_future(), insisted=loop.create_future())
     with _reloads(credentials, stop):
@@ -356,7 +356,7 @@ async def test_each_order_has_an_audit_line(caplog: pytest.LogCaptureFixture, tm
     caplog.set_level(logging.INFO, logger="quire.audit")
     file = tmp_path / "keys"
     file.write_text("a-plain-key\n")
-    settings = {"api_key_file": file, "admin_api_key": ("ops=operator-key", "other-operator")}
+    settings = {"api_key": (f"@{file}",), "admin_api_key": ("ops=operator-key", "other-operator")}
     async with served(disable_access_log=True, **settings) as client:
         for path, key, body in (
             ("/admin/abort", "operator-key", {"tenant": "acme"}),

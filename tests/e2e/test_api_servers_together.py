@@ -71,7 +71,7 @@ class Files:
     @property
     def flags(self) -> tuple[str, ...]:
         return (
-            *("--api-key-file", str(self._folder / "keys"), "--admin-api-key", "operator-key"),
+            *("--api-key", f"@{self._folder / 'keys'}", "--admin-api-key", "operator-key"),
             *("--tenants", str(self._folder / "tenants"), "--ssl-certfile", str(self._folder / "server.pem")),
         )
 

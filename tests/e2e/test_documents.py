@@ -37,7 +37,7 @@ ELSEWHERE = {
     "pip": "tests/wheels installs the wheel",
     "uvx": "tests/wheels serves from the wheel",
     "pipx": "takes the wheel as uvx does",
-    "source": "tests/unit/server/commands/test_completion.py completes in each shell",
+    "eval": "tests/unit/server/commands/test_completion.py completes in bash",
     "QUIRE_MODEL=/model": "tests/unit/test_service_files.py holds the composition against its schema",
     "QUIRE_PROT=80": "tests/unit/server/commands/test_config.py compares what is said",
     "python": "tests/e2e/test_facts.py and test_exercises.py run the facts and exercises, tests/model/test_notebooks.py"

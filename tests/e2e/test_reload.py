@@ -68,7 +68,7 @@ class Files:
     @property
     def flags(self) -> tuple[str, ...]:
         return (
-            *("--api-key-file", str(self.path("keys")), "--tenants", str(self.path("tenants"))),
+            *("--api-key", f"@{self.path('keys')}", "--tenants", str(self.path("tenants"))),
             *("--ssl-certfile", str(self.path("server.pem"))),
         )
 

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from quire_engine.errors import ConfigError
 from quire_server.commands.health import connection, listening
 from quire_server.commands.showing.terminal import BAD_USAGE, DONE, FAILED, Parser, complain
-from quire_server.settings.keys import parse_key
+from quire_server.settings.keys import sent_key
 from quire_server.settings.sources import api_key_of_environment
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -220,9 +221,8 @@ def run(argv: Sequence[str]) -> int:
     if len(addresses) > 1:
         return complain(_NAME, f"several servers run here: {', '.join(addresses)}; name one with --url", BAD_USAGE)
     try:
-        written = given.api_key or api_key_of_environment()
-        key = parse_key(written).key if written else ""
-    except ValueError as error:
+        key = sent_key(given.api_key or api_key_of_environment(), "--api-key")
+    except ConfigError as error:
         return complain(_NAME, str(error), BAD_USAGE)
     server = Server(address=addresses[0], key=key, insecure=given.insecure)
     try:

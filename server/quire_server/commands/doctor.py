@@ -34,6 +34,7 @@ from quire_server.commands.showing.terminal import (
     duration,
     wide_console,
 )
+from quire_server.settings.keys import sent_key
 from quire_server.settings.sources import admin_key_of_environment
 
 DEFAULT_SLO = "ttft_p95=2s,itl_p95=200ms"
@@ -49,6 +50,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         slo = parse_slo(given.slo)
         cost = read_cost(given.cost)[0] if given.cost else None
+        admin_key = sent_key(given.admin_api_key or admin_key_of_environment(), "--admin-api-key")
         headers = {"Authorization": f"Bearer {given.api_key}"} if given.api_key else {}
         url = (given.url or _found()).rstrip("/")
         if not url.startswith(("http://", "https://")):
@@ -58,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
     except ConfigError as error:
         return complain("doctor", str(error), BAD_USAGE)
     told = [Scrape(at=scrapes[0].at, samples={}), *scrapes] if given.since_start else scrapes
-    window = Window(told, cost=cost, takers=takers(url, given.admin_api_key or admin_key_of_environment()))
+    window = Window(told, cost=cost, takers=takers(url, admin_key))
     found = diagnose(window, slo)
     print_diagnosis(found, window, wide_console())
     return DONE if found.ok and not found.causes else FAILED

@@ -16,7 +16,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TextIO
 from urllib.parse import urlencode
 
+from quire_engine.errors import ConfigError
 from quire_server.commands.health import connection, listening
+from quire_server.settings.keys import sent_key
 from quire_server.settings.sources import admin_key_of_environment
 
 DONE, FAILED, BAD_USAGE = 0, 1, 2
@@ -88,7 +90,12 @@ def run(argv: Sequence[str]) -> int:
         found = f"several servers listen here: {', '.join(addresses)}" if addresses else "no server listens here"
         print(f"quire trace: {found}; name one with --url", file=sys.stderr)
         return BAD_USAGE
-    source = Source(addresses[0], given.admin_api_key or admin_key_of_environment(), insecure=given.insecure)
+    try:
+        key = sent_key(given.admin_api_key or admin_key_of_environment(), "--admin-api-key")
+    except ConfigError as error:
+        print(f"quire trace: {error}", file=sys.stderr)
+        return BAD_USAGE
+    source = Source(addresses[0], key, insecure=given.insecure)
     tell = Lines(sys.stdout) if given.json else Story(sys.stdout)
     try:
         for page in pages(source, given.after, events=given.json, follow=given.follow):

@@ -80,7 +80,7 @@ _PASSED_ON = frozenset(
 
 NO_ADMIN_KEY = (
     "This is for the operator, and the server has API keys but no admin key: start it with --admin-api-key KEY,"
-    " QUIRE_ADMIN_API_KEY or --admin-api-key-file FILE, or with --allow-local-admin to let clients on its machine in."
+    " --admin-api-key @FILE or QUIRE_ADMIN_API_KEY, or with --allow-local-admin to let clients on its machine in."
 )
 
 

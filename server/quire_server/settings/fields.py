@@ -132,9 +132,7 @@ class Settings(ServerFields, EngineFields, BaseSettings):
         """The flags and files of keys and tenants, which may be read again."""
         return KeySources(
             api=self.api_key,
-            api_file=self.api_key_file,
             admin=self.admin_api_key,
-            admin_file=self.admin_api_key_file,
             tenants_file=self.tenants,
         )
 

@@ -1,16 +1,17 @@
-"""The syntax of API keys, `KEY`, `NAME=KEY`, `=KEY` or a file of these, and of tenants files."""
+"""The syntax of API keys, `KEY`, `NAME=KEY`, `=KEY` or `@FILE` with some of these, and of tenants files."""
 
 from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from quire_engine.errors import ConfigError
 from quire_engine.plain_files import read_plain_text
 from quire_server.settings.sources import SettingsError, read_yaml
 
@@ -47,21 +48,44 @@ def parse_key(text: str) -> ApiKey:
     return ApiKey(name=name, key=key)
 
 
-def read_keys(path: Path, flag: str = "--api-key-file") -> Iterator[ApiKey]:
+def key_file(text: str) -> Path | None:
+    """The file that `@FILE` names, in place of a key."""
+    return Path(text[1:]) if text.startswith("@") else None
+
+
+def _read_keys(given: Iterable[str], flag: str) -> Iterator[ApiKey]:
+    """The keys that a flag has, and those that its files have now. Raises ValueError."""
+    for text in given:
+        path = key_file(text)
+        yield from [parse_key(text)] if path is None else _of_file(path, f"{flag} {text}")
+
+
+def sent_key(text: str, flag: str) -> str:
+    """The key that a command sends to a server for `KEY`, `NAME=KEY`, `=KEY` or the first one of `@FILE`.
+
+    Empty for an empty text. Raises ConfigError.
+    """
+    try:
+        return next(_read_keys([text], flag)).key if text else ""
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _of_file(path: Path, named: str) -> Iterator[ApiKey]:
     """The keys of a file: one a line; lines that are empty or begin with # do not count. Raises ValueError."""
     try:
         lines = list(enumerate(read_plain_text(path).splitlines(), start=1))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text in UTF-8"
-        raise ValueError(f"{flag} {path}: cannot be read: {reason}") from None
+        raise ValueError(f"{named}: cannot be read: {reason}") from None
     keys = [(number, line.strip()) for number, line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
-        raise ValueError(f"{flag} {path}: there is no key in it")
+        raise ValueError(f"{named}: there is no key in it")
     for number, line in keys:
         try:
             yield parse_key(line)
         except ValueError as error:
-            raise ValueError(f"{flag} {path}: line {number}: {error}") from None
+            raise ValueError(f"{named}: line {number}: {error}") from None
 
 
 def readable_by_others(path: Path) -> bool:
@@ -128,20 +152,14 @@ class KeySources:
     """The flags and files from which keys and tenants come."""
 
     api: tuple[str, ...] = field(repr=False)
-    api_file: Path | None
     admin: tuple[str, ...] = field(repr=False)
-    admin_file: Path | None
     tenants_file: Path | None
 
     def read(self) -> Keys:
         """The keys of the flags, and what the files contain now. Raises ValueError naming the file."""
-        api, admin = list(map(parse_key, self.api)), list(map(parse_key, self.admin))
-        if self.api_file is not None:
-            api += read_keys(self.api_file)
-        if self.admin_file is not None:
-            admin += read_keys(self.admin_file, "--admin-api-key-file")
+        api, admin = tuple(_read_keys(self.api, "--api-key")), tuple(_read_keys(self.admin, "--admin-api-key"))
         tenants = TenantsFile() if self.tenants_file is None else read_tenants(self.tenants_file)
-        return Keys(api=tuple(api), admin=tuple(admin), tenants=tenants)
+        return Keys(api=api, admin=admin, tenants=tenants)
 
 
 def read_tenants(path: Path) -> TenantsFile:

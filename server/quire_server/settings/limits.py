@@ -64,6 +64,9 @@ REMOVED: Mapping[str, str] = {
     "stream_buffer_tokens": f"a stream is set aside once {_SERVER.stream_buffer_tokens} tokens wait for its client",
     "client_min_rate": f"a client that takes less than {_SERVER.client_min_rate} bytes/s over --client-write-timeout"
     " is cut off",
+    # -- Keys
+    "api_key_file": "--api-key @FILE reads keys from a file, one a line",
+    "admin_api_key_file": "--admin-api-key @FILE reads keys from a file, one a line",
     # -- Lifetime
     "failover_wait": "streams wait 30 s for a replica when none is left, then end with replica_lost",
     "replica_silence": f"a replica without a sign of life for {_SERVER.replica_silence:g} s is given up",

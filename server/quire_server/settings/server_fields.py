@@ -54,17 +54,15 @@ class ServerFields(BaseModel):
     api_key: Strings = option(
         (),
         "Listening",
-        "keys, one of which every client must send: KEY or NAME=KEY; default: no key is needed",
+        "keys, one of which every client must send: KEY, NAME=KEY or @FILE; default: no key is needed",
         secret=True,
     )
-    api_key_file: Path | None = option(None, "Listening", "file with further API keys, one per line")
     admin_api_key: Strings = option(
         (),
         "Listening",
-        "keys for /debug and /admin; default: see --allow-local-admin",
+        "keys for /debug and /admin: KEY, NAME=KEY or @FILE; default: see --allow-local-admin",
         secret=True,
     )
-    admin_api_key_file: Path | None = option(None, "Listening", "file with further admin keys, one per line")
     allow_local_admin: bool = option(
         False, "Listening", "let clients on this machine use /debug and /admin without an admin key"
     )

@@ -139,12 +139,16 @@ def vllm_key() -> dict[str, object]:
 
 def api_key_of_environment() -> str:
     """The first key in the clients' variable, as it is written there, perhaps with a name; empty if none is set."""
-    return os.environ.get(f"{ENV_PREFIX}API_KEY", "").strip(" \t[]").partition(",")[0].strip(" \t\"'")
+    return _first(f"{ENV_PREFIX}API_KEY")
 
 
 def admin_key_of_environment() -> str:
-    """The operator's key that a command sends to a Quire server; empty if none is set."""
-    return os.environ.get(f"{ENV_PREFIX}ADMIN_API_KEY", "").strip()
+    """The first key in the operator's variable, as `api_key_of_environment` returns the clients'."""
+    return _first(f"{ENV_PREFIX}ADMIN_API_KEY")
+
+
+def _first(name: str) -> str:
+    return os.environ.get(name, "").strip(" \t[]").partition(",")[0].strip(" \t\"'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,7 +91,7 @@ def test_every_problem_of_every_source_at_once(
 
 def test_every_combination_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["--lora-modules", "a=/b", "--replicas", "2", "--engines", "127.0.0.1:9", "--chat-template", "/no/file"]
-    code, _, problems = check(capsys, *words, "--api-key-file", str(tmp_path / "keys"))
+    code, _, problems = check(capsys, *words, "--api-key", f"@{tmp_path}/keys")
     assert code == 2
     assert len(problems) == 4
     for text in ("--lora-modules needs", "--engines and --replicas", "no chat template at /no/file", "keys"):
