@@ -35,7 +35,7 @@ class Server:
 
     def __init__(self, model: Path, cache: Path, flags: list[str]) -> None:
         self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log")  # noqa: SIM115  # closed in __exit__
-        listening = ["--host", "127.0.0.1", "--port", "0", "--packed-cache-dir", str(cache)]
+        listening = ["--host", "127.0.0.1", "--port", "0", "--packed-cache", str(cache)]
         command = [sys.executable, "-P", "-m", "quire_server.cli", "serve", str(model), *listening, *flags]
         self._started = time.monotonic()
         self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)

@@ -55,7 +55,7 @@ def test_a_family_is_served_as_our_own_are(family: str, tmp_path: Path):
     if any(window is not None for window in plan.scheduler.windows):  # which let go of blocks, so fewer are enough
         longest = 128
         blocks = plan.scheduler.num_blocks_for(longest)
-    flags = ("--quantization", "int4", "--max-model-len", str(longest), "--packed-cache-dir", str(packed))
+    flags = ("--quantization", "int4", "--max-model-len", str(longest), "--packed-cache", str(packed))
     flags += ("--device", "cpu")
 
     async def body(server: Served) -> None:

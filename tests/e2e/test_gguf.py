@@ -69,7 +69,7 @@ def test_a_file_answers_the_same_again_and_after_a_kill(quantization: str | None
         "bfloat16",
         "--kv-memory",
         "16MiB",
-        "--packed-cache-dir",
+        "--packed-cache",
         str(tmp_path / "p"),
         *("--generation-config", "none"),  # a file samples by llama.cpp's defaults else
     ]

@@ -30,7 +30,7 @@ from support.link_secrets import make_secrets
 pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = 72
-OF_NODES = ("--max-model-len", "1024", "--kv-memory", "24MiB", "--no-packed-cache")
+OF_NODES = ("--max-model-len", "1024", "--kv-memory", "24MiB", "--packed-cache", "off")
 PATIENT = "replica_silence=5"  # a busy host's pauses are not taken for a loss
 OF_FRONTS = FLAGS[2:]
 

@@ -56,7 +56,7 @@ def test_a_directory_answers_the_same_again_and_after_a_kill(name: str, tmp_path
     path, _ = make_quantised(tmp_path, FORMS[name])
     path = path.rename(tmp_path / "quantised")
     flags = ["--device", "cpu", "--dtype", "bfloat16", "--cpu-variant", "avx2"]
-    with Served(str(path), *flags, "--kv-memory", "4MiB", "--no-packed-cache") as server:
+    with Served(str(path), *flags, "--kv-memory", "4MiB", "--packed-cache", "off") as server:
         wanted, cached = answer(server)
         assert not cached
         again, cached = answer(server)

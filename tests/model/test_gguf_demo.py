@@ -28,7 +28,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(model: Path, packed: Path) -> list[tuple[list[int], str]]:
-    with LLM(str(model), kv_memory=16 << 20, packed_cache_dir=packed, device="cpu") as llm:
+    with LLM(str(model), kv_memory=16 << 20, packed_cache=packed, device="cpu") as llm:
         results = llm.generate(PROMPTS, SamplingParams(max_tokens=40, temperature=0))
         return [(list(each.outputs[0].token_ids), each.outputs[0].text) for each in results]
 

@@ -117,7 +117,7 @@ def test_a_server_answers_as_with_the_numbers_in_the_clear(quantization: str, tm
             quantization=quantization,
             kv_memory=4 << 20,
             num_threads=1,
-            packed_cache_dir=tmp_path / "packed",
+            packed_cache=tmp_path / "packed",
         )
         replies.append((reply["choices"][0]["text"], reply["choices"][0]["logprobs"]))
     assert replies[0] == replies[1]

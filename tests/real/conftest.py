@@ -69,5 +69,5 @@ def smollm2(real_model: RealModel, packed: Path) -> Iterator[Served]:
 
 def serve(name: str, packed: Path, *flags: str) -> Served:
     """A server of a trained model with room for a few long requests."""
-    usual = ("--device", "cpu", "--max-model-len", "4096", "--kv-memory", "512MiB", "--packed-cache-dir", str(packed))
+    usual = ("--device", "cpu", "--max-model-len", "4096", "--kv-memory", "512MiB", "--packed-cache", str(packed))
     return Served(name, *usual, *flags, start_seconds=300)

@@ -38,7 +38,7 @@ LATER, LATE_SECONDS = 1.2, 0.01  # of a first token whose prompt another node co
 TIMED_TOKENS = 1450  # of the prompts whose first tokens are timed
 OF_FRONTS = ("--max-num-queued-reqs", "4096", "--disable-access-log")
 # A thread each: two nodes of one machine must not be slower for the other's sake.
-OF_NODES = ("--kv-memory", "48MiB", "--no-packed-cache", "--num-threads", "1")
+OF_NODES = ("--kv-memory", "48MiB", "--packed-cache", "off", "--num-threads", "1")
 PATIENT = "replica_silence=5"
 
 

@@ -511,7 +511,7 @@ RECORD: dict[tuple[str, str], Part] = {
                 _streams,
                 "--quantization",
                 "int8",
-                "--packed-cache-dir",
+                "--packed-cache",
                 "{folder}/packed",
                 process=ENGINE,
             )

@@ -31,7 +31,7 @@ def pack(config: EngineConfig, tell: Tell) -> str:
     if resolved.kernels.packed_form is None:
         raise ConfigError(f"the {resolved.kernels.name} kernels take weights as they are: nothing is to be packed")
     if not config.packed_cache:
-        raise ConfigError("packed_cache=False keeps no packed weights; leave it out")
+        raise ConfigError("packed_cache keeps no packed weights; leave it out")
     torch.set_num_threads(1)
     resolved.memory.before_load(resolved.weights.total)
     loading = Loading(resolved.wanted(), None, tell)

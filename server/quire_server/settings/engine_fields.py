@@ -32,6 +32,7 @@ from quire_server.settings.values import (
     LoraModules,
     Names,
     OptionalCount,
+    PackedCache,
     Positive,
     PositiveSeconds,
     Size,
@@ -174,14 +175,10 @@ class EngineFields(BaseModel):
         "most bytes of prefixes kept on a CPU, for all engines; the least recently used go first",
         "bytes",
     )
-    packed_cache: bool = option(
-        True, "Memory", "keep packed weights in files for the next start; C++ kernels on a CPU only"
-    )
-    packed_cache_dir: Path = option(
-        Path("~/.cache/quire/packed"), "Memory", "directory of packed weights, writable by nobody else"
-    )
-    packed_cache_size: Size = option(
-        64 * 2**30, "Memory", "most bytes of packed weights; the least recently used go first", "bytes"
+    packed_cache: PackedCache = option(
+        "~/.cache/quire/packed:64GiB",
+        "Memory",
+        "DIR or DIR:SIZE, files of packed weights for the next start, the least recently used go first; off: none",
     )
     max_cpu_loras: Positive | None = option(
         None, "Memory", "most adapters kept in memory; others are read when requested; default: --max-loras"

@@ -40,6 +40,7 @@ from quire_server.settings.sources import (
     vllm_key,
     with_flags,
 )
+from quire_server.settings.values import packed_folder
 from quire_server.settings.vllm import read_settings_file
 
 GROUPS = ("Model", "Memory", "Scheduling", "Listening", "Limits", "Streaming", "Lifetime", "Nodes", "Observing")
@@ -195,12 +196,15 @@ class Settings(ServerFields, EngineFields, BaseSettings):
             for field in fields(EngineConfig)
             if hasattr(self, field.name) and field.name != "kv_transfer"
         }
-        words = {
+        folder, most_bytes = packed_folder(self.packed_cache)
+        words: dict[str, Any] = {
             "model": str(self.model_path),
             "tokenizer": self.tokenizer or "",
             "generation_config": "" if self.generation_config in {"auto", "none"} else self.generation_config,
             "kv_offload_dir": "" if self.kv_offload_dir is None else str(self.kv_offload_dir),
-            "packed_cache_dir": str(self.packed_cache_dir),
+            "packed_cache": bool(folder),
+            "packed_cache_dir": folder,
+            "packed_cache_size": most_bytes,
         }
         return EngineConfig(**given | words, kv_transfer=self.kv_transfer)
 

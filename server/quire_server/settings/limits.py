@@ -64,6 +64,9 @@ REMOVED: Mapping[str, str] = {
     "stream_buffer_tokens": f"a stream is set aside once {_SERVER.stream_buffer_tokens} tokens wait for its client",
     "client_min_rate": f"a client that takes less than {_SERVER.client_min_rate} bytes/s over --client-write-timeout"
     " is cut off",
+    # -- Memory
+    "packed_cache_dir": "--packed-cache DIR names the directory of packed weights",
+    "packed_cache_size": "--packed-cache DIR:64GiB has the most bytes after a colon",
     # -- Keys
     "api_key_file": "--api-key @FILE reads keys from a file, one a line",
     "admin_api_key_file": "--admin-api-key @FILE reads keys from a file, one a line",

@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_network
-from typing import Annotated, Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.config import JsonDict
@@ -126,6 +127,28 @@ def _parse_size(value: object) -> object:
     return int(float(match[1]) * _SIZE_UNIT[match[2]])
 
 
+def _check_packed_cache(value: object) -> object:
+    """`off`, as YAML reads it too, or a directory that may have a size."""
+    if value is False or (isinstance(value, str) and value.lower() in {"off", "false"}):
+        return "off"
+    if not isinstance(value, str | Path) or not packed_folder(str(value))[0]:
+        raise ValueError("expected DIR, DIR:SIZE such as /var/packed:64GiB, or off")
+    return str(value)
+
+
+_PACKED_BYTES = 64 << 30  # where no size is given
+
+
+def packed_folder(value: str) -> tuple[str, int]:
+    """The directory and the most bytes of `DIR:SIZE` or `DIR`; no directory for "off"."""
+    directory, _, size = value.rpartition(":")
+    if value == "off":
+        return "", _PACKED_BYTES
+    if not directory:
+        return value, _PACKED_BYTES
+    return directory, cast(int, _parse_size(size))
+
+
 def _parse_optional_size(value: object) -> object:
     """A size; `auto` is None."""
     return None if value == "auto" else _parse_size(value)
@@ -199,6 +222,7 @@ Count = Annotated[int, BeforeValidator(parse_count)]
 OptionalCount = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(parse_count)]
 Size = Annotated[int, BeforeValidator(_parse_size), Field(gt=0)]
 OptionalSize = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_parse_optional_size)]
+PackedCache = Annotated[str, BeforeValidator(_check_packed_cache)]
 SwapSpace = Annotated[int, BeforeValidator(_parse_swap_space), Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
 LogprobLimit = Annotated[

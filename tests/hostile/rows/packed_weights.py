@@ -47,7 +47,7 @@ async def nan_weights(server: Served) -> str:
         name = "model.layers.1.mlp.down_proj.weight"
         tensors[name][-1, -1] = torch.nan
         save_file(tensors, shard, metadata={"format": "pt"})
-        code, said = await _quire("serve", str(model), "--port", "0", "--no-packed-cache")
+        code, said = await _quire("serve", str(model), "--port", "0", "--packed-cache", "off")
         assert code == 1, said
         refusal = [line for line in said.splitlines() if "not finite numbers" in line]
         assert len(refusal) == 1, said
@@ -63,7 +63,7 @@ async def tampered(server: Served) -> str:
     with tempfile.TemporaryDirectory() as folder:
         model, cache = Path(folder) / "model", Path(folder) / "cache"
         make_big.make(model, 0.003)
-        pack = ("pack", str(model), "--quantization", "int4", "--packed-cache-dir", str(cache))
+        pack = ("pack", str(model), "--quantization", "int4", "--packed-cache", str(cache))
         code, said = await _quire(*pack)
         assert code == 0, said
         file = next(cache.glob("*.packed"))

@@ -86,7 +86,7 @@ class PackedFolder:
     def make_room(self, num_bytes: int) -> None:
         """Remove the least recently used files until `num_bytes` fit. Raises NoRoom, having removed nothing."""
         if num_bytes > self._max_bytes:
-            raise NoRoom(f"they take {bytes_text(num_bytes)}, --packed-cache-size allows {bytes_text(self._max_bytes)}")
+            raise NoRoom(f"they take {bytes_text(num_bytes)}, --packed-cache allows {bytes_text(self._max_bytes)}")
         disk = os.statvfs(self.path)
         free = disk.f_bavail * disk.f_frsize - int(disk.f_blocks * disk.f_frsize * _SPARE_SHARE)
         kept = sorted(self._kept())
@@ -115,7 +115,7 @@ def open_folder(directory: str, max_bytes: int) -> PackedFolder | None:
     try:
         return PackedFolder(trusted(Path(directory).expanduser()), max_bytes)
     except (UntrustedFolder, OSError, RuntimeError) as error:  # RuntimeError: a user without a home
-        say(f"packed weights are not kept for the next start: {error}; --packed-cache-dir names another folder")
+        say(f"packed weights are not kept for the next start: {error}; --packed-cache DIR names another folder")
         return None
 
 

@@ -255,7 +255,7 @@ def test_what_is_larger_than_all_may_be_is_not_kept(tmp_path, fd, capsys):
     writer = FileWriter(folder, "key", fd, BYTES)
     pack(fd, writer=writer)
     assert writer.wait() is None
-    assert "they take 20.0 MiB, --packed-cache-size allows 10.0 MiB" in capsys.readouterr().err
+    assert "they take 20.0 MiB, --packed-cache allows 10.0 MiB" in capsys.readouterr().err
 
 
 def test_a_disk_without_room_costs_no_other_file(tmp_path, fd, monkeypatch, capsys):

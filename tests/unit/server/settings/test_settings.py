@@ -292,9 +292,6 @@ def test_engine_config_takes_every_engine_setting():
         "scheduling_policy": "priority",
         "preemption_victim": "youngest",
         "num_threads": 2,
-        "packed_cache": False,
-        "packed_cache_dir": "/var/packed",
-        "packed_cache_size": 1 << 30,
         "async_scheduling": "on",
         "speculation": "suffix",
         "enable_lora": True,
@@ -305,13 +302,15 @@ def test_engine_config_takes_every_engine_setting():
         "learn": True,
         "role": "prefill",
     }
-    got = flat(Settings(**changed, enable_fault_injection="oom@3").engine_config())
+    got = flat(Settings(**changed, packed_cache="/var/packed:1GiB", enable_fault_injection="oom@3").engine_config())
     default = flat(EngineConfig(model=""))
     assert got.pop("faults") == ({"point": "oom", "nth": 3, "seed": None},)
     assert not got.pop("swap_on_cpu")  # for tests alone
     assert got.pop("admission") == "expected"  # simulations alone compare it
     assert got.pop("left_out_paths") is None  # the engine asks its GPU
     assert got.pop("row_seconds") == ()  # the supervisor passes on what an earlier engine measured
+    packed = [got.pop(name) for name in ("packed_cache", "packed_cache_dir", "packed_cache_size")]
+    assert packed == [True, "/var/packed", 1 << 30]  # one setting
     assert got.pop("kv_transfer") is None  # from several settings, as the next test says
     assert (got.pop("replicas"), got.pop("tells_prefixes"), got.pop("alive_seconds")) == (1, False, 0)  # divided_config
     assert not got.pop("tells_blocks")  # where the programs start
@@ -319,6 +318,27 @@ def test_engine_config_takes_every_engine_setting():
         assert got.pop(name) == default[name], name
     assert all(got[name] != default[name] for name in got), "a field of EngineConfig is not set from Settings"
     assert got == changed
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("off", (False, "", 64 << 30)),
+        (False, (False, "", 64 << 30)),  # as YAML reads off
+        ("/packed", (True, "/packed", 64 << 30)),
+        ("/packed:2GiB", (True, "/packed", 2 << 30)),
+        ("a:b:512MiB", (True, "a:b", 512 << 20)),
+    ],
+)
+def test_the_folder_of_packed_weights_may_have_a_size(given: object, expected: tuple[bool, str, int]):
+    config = Settings(packed_cache=given).engine_config()
+    assert (config.packed_cache, config.packed_cache_dir, config.packed_cache_size) == expected
+
+
+@pytest.mark.parametrize("given", ["", "/packed:many", True, 7])
+def test_a_wrong_folder_of_packed_weights_is_told(given: object):
+    with pytest.raises(ValueError, match="expected"):
+        Settings(packed_cache=given)
 
 
 def test_engine_defaults_agree():
