@@ -35,14 +35,14 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 import make_gguf as files
 from quire_engine.build import build
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.kv_groups import one_group
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 from quire_engine.engine import Engine
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.weights import CheckpointSource, assemble, checked_checkpoint
 from quire_engine.execution.progress import tell_nobody
-from quire_engine.kv_groups import one_group
-from quire_engine.limits import SchedulerLimits
-from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 from quire_kernels.cpu.ops import cpu_kernel_set
 from quire_kernels.kernel_set import KernelSet, MixExperts
 from quire_server.checkpoint.gguf_folder import unfolded

@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 from quire_engine.build import build
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 from quire_engine.demo import demo_model_path
 from quire_engine.engine import Engine
 from quire_engine.execution.constrained.constraints import MAX_FORCED, Constraints
-from quire_engine.limits import SchedulerLimits
-from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 
 PROMPT_TOKENS = 32
 ENTERING = 24  # steps in which prompts enter and the first tokens come

@@ -40,12 +40,12 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from quire_engine.batch import Batch, SampledToken, StepResult
 from quire_engine.build import BuiltEngine, build, resolve
-from quire_engine.config import EngineConfig
+from quire_engine.contract.batch import Batch, SampledToken, StepResult
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 from quire_engine.engine import Engine, StepExecutor
-from quire_engine.limits import SchedulerLimits
-from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 
 VOCABULARY = 32_000
 LIBRARY = Path(ast.__file__).parent

@@ -25,16 +25,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from quire_engine.batch import Batch, SampledToken, StepResult
-from quire_engine.decodes import BatchInColumns
+from quire_engine.contract.batch import Batch, SampledToken, StepResult
+from quire_engine.contract.decodes import BatchInColumns
+from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.contract.token_columns import step_output
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 from quire_engine.execution.model_input import ModelInput, model_input
 from quire_engine.execution.step_tensors import step_tensors
-from quire_engine.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.process.loop import Garbage
 from quire_engine.process.transport import FrameDecoder, FrameEncoder
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.token_columns import step_output
-from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 
 LIMIT_MS = 1.0
 PARTS = ("schedule", "apply", "encode frame", "decode frame")  # the limit is on their sum

@@ -25,10 +25,10 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire_engine.build import build, resolve
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 from quire_engine.engine import Engine
-from quire_engine.limits import SchedulerLimits
-from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 
 VOCABULARY = 32_000
 WIDTHS: dict[str, Any] = {

@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from quire_engine.batch import Batch, ScheduledSequence
+from quire_engine.contract.batch import Batch, ScheduledSequence
+from quire_engine.contract.types import SamplingParams, StopParams
 from quire_engine.execution.model_input import ModelInput, model_input
 from quire_engine.execution.step_tensors import step_tensors
-from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import AttentionShape, KernelSet, KVFormat
 from quire_kernels.select import select
 

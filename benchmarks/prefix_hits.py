@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.scheduling.blocks import PageTable, SequenceKV
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.sequence import Group, Sequence
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 
 TRACE_BLOCK = 512  # tokens behind one id
 SIZES = (1_000, 5_000, 10_000, 30_000, 50_000, 100_000)

@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 
 from quire_engine.build import build
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.engine import Engine
-from quire_engine.limits import SchedulerLimits
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_kernels.cpu.choice import load_chosen
 from quire_kernels.cpu.ranks import SharedMemory, new_exchange
 from quire_kernels.ranks import Collective, TorchDistributed

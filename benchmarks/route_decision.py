@@ -16,13 +16,13 @@ import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quire_engine.block_hashes import MOST_ROUTED
+from quire_engine.contract.block_hashes import MOST_ROUTED
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import PrefixChanges
 from quire_engine.cost_model import CostModel
-from quire_engine.limits import SchedulerLimits
 from quire_engine.routing.index import MOST_BLOCKS, PrefixIndex
 from quire_engine.routing.policy import route_policy
 from quire_engine.routing.views import ReplicaView, RouteRequest
-from quire_engine.types import PrefixChanges
 
 LIMIT_US = 200.0
 LIMIT_MB = 256.0

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from quire_engine.build import BuiltEngine, build
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.limits import SchedulerLimits
 from quire_engine.cost_model import knees
 from quire_engine.execution.drafting.row_costs import measuring_step
-from quire_engine.limits import SchedulerLimits
 from quire_kernels.kernel_set import Fetch
 
 # Around the ends of tiles of 4, 6, 16 and 32 rows, then ever fewer.

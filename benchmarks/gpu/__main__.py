@@ -31,7 +31,7 @@ from gpu.report import GpuResults, ModelResults, lines
 from gpu.shapes import QWEN3_06B, TINY, ModelShape
 from gpu.steps import StepBench, StepSizes, eager, engine_config
 from quire_engine.build import build
-from quire_engine.config import KernelChoice
+from quire_engine.contract.config import KernelChoice
 from quire_engine.demo import demo_model_path
 from quire_engine.tools.gpu_limits import Limits, NotMeasurable, measure, measure_gpu
 from quire_kernels.kernel_set import KVFormat

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from gpu.kernels import KernelBench, KernelSizes
 from gpu.shapes import ModelShape
 from gpu.timing import time_calls
-from quire_engine.config import KernelChoice
+from quire_engine.contract.config import KernelChoice
 from quire_kernels.kernel_set import KVFormat
 from quire_kernels.select import select
 

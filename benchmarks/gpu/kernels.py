@@ -14,10 +14,10 @@ from torch import Tensor
 
 from gpu.shapes import ModelShape
 from gpu.timing import time_calls
-from quire_engine.batch import Batch, ScheduledSequence
+from quire_engine.contract.batch import Batch, ScheduledSequence
+from quire_engine.contract.types import SamplingParams, StopParams
 from quire_engine.execution.model_input import ModelInput, model_input
 from quire_engine.execution.step_tensors import step_tensors
-from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import AttentionShape, ChoiceRows, KernelSet, Norm
 
 _EPS = 1e-6

@@ -27,14 +27,14 @@ from gpu.steps import StepBench, StepSizes, engine_config
 from gpu.swaps import measured as measured_swaps
 from quire_bench.own_server import own_server
 from quire_engine.build import build
-from quire_engine.config import EngineConfig, KernelChoice, KVCacheDType
+from quire_engine.contract.config import EngineConfig, KernelChoice, KVCacheDType
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 from quire_engine.demo import demo_model_path
 from quire_engine.engine import Engine
-from quire_engine.limits import SchedulerLimits
 from quire_engine.own_modules import module_command
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.tools.gpu_limits import Limits
-from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 
 Row = dict[str, str | int | float]
 

@@ -17,16 +17,16 @@ from typing import cast
 
 import torch
 
-from quire_engine.config import Device, EngineConfig, EnginePlan, KernelChoice
+from quire_engine.contract.config import Device, EngineConfig, EnginePlan, KernelChoice
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 from quire_engine.engine import Engine, StepExecutor
 from quire_engine.execution.executor import Executor
-from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.execution.kv.kv_storage import KVStorage
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.weights import load_decoder
 from quire_engine.execution.runner import Runner
-from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 from quire_kernels.kernel_set import KVFormat
 from quire_kernels.select import select
 

@@ -17,8 +17,8 @@ import torch
 
 from gpu.shapes import QWEN3_06B, ModelShape, write_checkpoint
 from gpu.steps import StepBench, StepSizes, engine_config
-from quire_engine.batch import Batch, StepResult
 from quire_engine.build import build
+from quire_engine.contract.batch import Batch, StepResult
 from quire_engine.engine import StepExecutor
 
 SIZES = StepSizes(batches=(8, 64), context=512, steps=64, prefills=(1024, 4096), requests=0, lengths=(1, 1), repeat=5)

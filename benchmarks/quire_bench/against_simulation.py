@@ -22,8 +22,8 @@ from quire_bench.arguments import parse_arguments
 from quire_bench.benchmark import run_benchmark
 from quire_bench.measures import Measures
 from quire_bench.servers import BenchError
+from quire_engine.contract.errors import ConfigError
 from quire_engine.cost_model import CostModel, read_cost
-from quire_engine.errors import ConfigError
 from quire_engine.simulation.report import Report, report
 from quire_engine.simulation.setup import Setup, setup
 from quire_engine.simulation.simulator import simulate

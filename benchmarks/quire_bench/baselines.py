@@ -17,7 +17,7 @@ import msgspec
 from quire_bench.records import OK, Record, Run
 from quire_bench.servers import BenchError, ServerInfo
 from quire_bench.workload import Job, LoadPoint
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
 from quire_engine.own_modules import module_command
 
 BASELINES: Mapping[str, str] = {

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from quire_engine.demo import demo_model_path
-from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.execution.kv.kv_storage import KVStorage
 from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.weights import load_decoder

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from quire_engine.config import (
+from quire_engine.contract.config import (
     CpuVariant,
     DType,
     EngineConfig,
@@ -24,11 +24,12 @@ from quire_engine.config import (
     KernelChoice,
     draft_model,
 )
-from quire_engine.drafts import Drafter, most_drafted_rows
+from quire_engine.contract.drafts import Drafter, most_drafted_rows
+from quire_engine.contract.errors import ConfigError, ModelLoadError
+from quire_engine.contract.kv_groups import KVLayout, kv_groups, most_blocks, one_group
+from quire_engine.contract.limits import SchedulerConfig
 from quire_engine.engine import StepExecutor
-from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.execution.adapters import AdapterCache, adapter_bytes, make_adapters, num_kept
-from quire_engine.execution.block_files import HEADER_BYTES
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.device import compute_dtype, gpu_name, resolve_device, torch_threads
 from quire_engine.execution.drafting.choice import own_speculation
@@ -47,8 +48,11 @@ from quire_engine.execution.executor import (
 from quire_engine.execution.gpu.adapters import place_adapters
 from quire_engine.execution.gpu.ranks import DeviceLeader
 from quire_engine.execution.kernel_checks import select_kernels
-from quire_engine.execution.kv_storage import KVStorage, block_bytes, pool_blocks
-from quire_engine.execution.kv_transfer import KVTransfer, open_transfer
+from quire_engine.execution.kv.block_files import HEADER_BYTES
+from quire_engine.execution.kv.kv_storage import KVStorage, block_bytes, pool_blocks
+from quire_engine.execution.kv.pool_rows import BlockForm, PoolRows
+from quire_engine.execution.kv.prefix_files import PrefixFiles, open_prefix_files
+from quire_engine.execution.kv.surviving_pool import SurvivingPool, held_bytes, open_surviving
 from quire_engine.execution.loading import Loading
 from quire_engine.execution.memory import PoolMemory, pool_memory
 from quire_engine.execution.models.checkpoint import fingerprint
@@ -60,15 +64,11 @@ from quire_engine.execution.parallel.checks import check_kept, check_ranks
 from quire_engine.execution.parallel.devices import DeviceRanks
 from quire_engine.execution.parallel.model import Leader
 from quire_engine.execution.parallel.processes import RankProcesses
-from quire_engine.execution.pool_rows import BlockForm, PoolRows
-from quire_engine.execution.prefix_files import PrefixFiles, open_prefix_files
 from quire_engine.execution.progress import Tell, tell_nobody
 from quire_engine.execution.proven_paths import shown_here, unchecked
 from quire_engine.execution.runner import Runner
-from quire_engine.execution.surviving_pool import SurvivingPool, held_bytes, open_surviving
 from quire_engine.gguf import typed_name
-from quire_engine.kv_groups import KVLayout, kv_groups, most_blocks, one_group
-from quire_engine.limits import SchedulerConfig
+from quire_engine.links.kv_transfer import KVTransfer, open_transfer
 from quire_engine.machine import CoreShare, available_memory, core_shares, run_on, usable_cores
 from quire_engine.memory_plan import (
     PoolSize,

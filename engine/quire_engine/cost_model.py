@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire_engine.batch import Batch
-from quire_engine.errors import ConfigError
+from quire_engine.contract.batch import Batch
+from quire_engine.contract.errors import ConfigError
 
 _STEEPER, _NOTABLE = 2.0, 0.05
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}

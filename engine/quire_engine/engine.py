@@ -13,12 +13,10 @@ from dataclasses import replace
 from operator import add
 from typing import Any, Protocol
 
-from quire_engine.adapter_turns import AdapterTurns
-from quire_engine.batch import Batch, StepResult
-from quire_engine.errors import InfeasibleRequest, ModelLoadError, Unanswerable
-from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.token_columns import Outputs, step_output
-from quire_engine.types import (
+from quire_engine.contract.batch import Batch, StepResult
+from quire_engine.contract.errors import InfeasibleRequest, ModelLoadError, Unanswerable
+from quire_engine.contract.token_columns import Outputs, step_output
+from quire_engine.contract.types import (
     DEADLINE_EXCEEDED,
     DEADLINE_PASSED,
     FORGET_ADAPTER,
@@ -32,6 +30,8 @@ from quire_engine.types import (
     StepOutput,
     TokenOutput,
 )
+from quire_engine.scheduling.adapter_turns import AdapterTurns
+from quire_engine.scheduling.scheduler import Scheduler
 
 _PREPARING_SECONDS = 0.01  # the longest wait for a grammar, so that aborts and other requests are seen
 

@@ -10,9 +10,9 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire_engine.config import EngineConfig, EnginePlan
-from quire_engine.errors import ConfigError
-from quire_engine.limits import SchedulerConfig
+from quire_engine.contract.config import EngineConfig, EnginePlan
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.limits import SchedulerConfig
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 CPU_POOL_SHARE = 0.25  # share of the memory that is free after loading, since other programs need some too

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from quire_engine.config import EngineConfig
-from quire_engine.errors import ConfigError
-from quire_engine.kv_groups import KVHeads
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.kv_groups import KVHeads
 from quire_engine.machine import usable_cores
 
 LENGTH_BYTES = 8  # of a message between ranks, before it

@@ -37,7 +37,7 @@ from quire.prompts import (
 from quire.sampling_params import SamplingParams
 from quire.tokenizer import Tokenizer
 from quire.vectors import EmbeddingRequestOutput, ScoringRequestOutput, embed_all, score_all, scored, vector_options
-from quire_engine.errors import ConfigError, ModelLoadError, QuireError
+from quire_engine.contract.errors import ConfigError, ModelLoadError, QuireError
 from quire_server.answering.options import GenerationOptions
 from quire_server.answering.ranking import PairOptions
 from quire_server.answering.vectors import VectorOptions

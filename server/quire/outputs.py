@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire_engine.types import TokenLogprobs
+from quire_engine.contract.types import TokenLogprobs
 from quire_server.answering.choice import ChoiceDelta, ChoiceFinish
 from quire_server.answering.generation import Generation
 from quire_server.answering.prepare import Job

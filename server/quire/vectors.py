@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from quire_engine.types import GenerationRequest
+from quire_engine.contract.types import GenerationRequest
 from quire_server.answering.ranking import PairOptions, asked_texts, compute_scores, cosine
 from quire_server.answering.vectors import TextInput, VectorOptions, compute_vectors, prepare_vectors, shaped
 from quire_server.state import ServerState

@@ -20,8 +20,8 @@ from typing import Annotated, Literal, NoReturn, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from quire_engine.config import EngineConfig
-from quire_engine.limits import LIMIT_NAMES
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.limits import LIMIT_NAMES
 from quire_server.settings import (
     ENV_PREFIX,
     GROUPS,

@@ -17,10 +17,10 @@ from typing import Annotated, cast
 
 from fastapi import Query, Request
 
-from quire_engine.config import EnginePlan
-from quire_engine.errors import EngineDead, ModelLoadError
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.errors import EngineDead, ModelLoadError
+from quire_engine.contract.types import AdapterFacts, EnginePort, EngineStats, StepOutput
 from quire_engine.quality_store import stored_quality
-from quire_engine.types import AdapterFacts, EnginePort, EngineStats, StepOutput
 from quire_server.checkpoint.locate import other_names
 from quire_server.engine.adapters import AdapterFiles, ServedAdapters
 from quire_server.engine.admission import QueueLimits, TenantGate, TtftGate
@@ -37,12 +37,12 @@ from quire_server.http.large_reply import ReplyBudget
 from quire_server.metrics.metric_catalog import ModelEnd, ModelState
 from quire_server.metrics.metrics import Metrics
 from quire_server.metrics.usage import UsageBook
-from quire_server.model_text import read_model_text
 from quire_server.settings import ServerLimits, Settings
 from quire_server.settings.keys import TenantEntry
 from quire_server.text.fault_points import plant
 from quire_server.text.generation_config import GenerationDefaults
 from quire_server.text.grammar_check import GrammarCheck
+from quire_server.text.model_text import read_model_text
 from quire_server.text.parsing.formats import PLAIN, ModelFormats
 from quire_server.text.pooling_method import PoolingMethod
 from quire_server.text.prompt import ChatTemplate

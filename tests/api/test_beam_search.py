@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire_engine.types import BeamParams
+from quire_engine.contract.types import BeamParams
 from support.completing import GREEDY, run
 from support.fake_engine import FakeEngine
 from support.fakes import connect, make_app

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire_engine.types import TokenLogprobs
+from quire_engine.contract.types import TokenLogprobs
 from quire_server.answering.answer import likeliest
 from quire_server.answering.choice import ChoiceDelta
 from support import fake_engine

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quire_engine.types import GenerationRequest
+from quire_engine.contract.types import GenerationRequest
 from support.fake_engine import FakeEngine
 from support.fake_tokenizer import EOS
 from support.fakes import listening, make_app

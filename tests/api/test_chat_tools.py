@@ -10,7 +10,7 @@ import httpx
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from quire_engine.types import GenerationRequest
+from quire_engine.contract.types import GenerationRequest
 from quire_server.dialects.chat.wire import ChatCompletionChunk, ChatCompletionResponse
 from quire_server.text.parsing.formats import TOOL_FORMATS, model_formats
 from quire_server.text.prompt import ChatTemplate

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from quire_engine.contract.errors import EngineDead, Unanswerable
 from quire_engine.engine import Engine
-from quire_engine.errors import EngineDead, Unanswerable
 from quire_engine.process.loop import inspected
 from quire_engine.process.transport import Inspect
 from quire_engine.scheduling.log.inspection import MOST_STEPS

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quire_engine.types import GenerationRequest
+from quire_engine.contract.types import GenerationRequest
 from quire_server.answering.generation import Lane
 from quire_server.http import sse
 from support.fake_engine import FakeEngine

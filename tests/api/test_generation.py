@@ -11,7 +11,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire_engine.types import GenerationRequest
+from quire_engine.contract.types import GenerationRequest
 from quire_server.state import ServerState
 from support.events import choice_texts, parse_events, stream, until
 from support.fake_engine import REPLY, FakeEngine

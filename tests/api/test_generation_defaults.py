@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire_engine.types import GenerationRequest
+from quire_engine.contract.types import GenerationRequest
 from quire_server.state import ServerState
 from quire_server.text.generation_config import GenerationDefaults
 from support.fake_engine import FakeEngine

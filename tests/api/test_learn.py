@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from quire_engine.contract.errors import EngineDead, Unanswerable
 from quire_engine.engine import Engine
-from quire_engine.errors import EngineDead, Unanswerable
 from quire_engine.process.loop import inspected
 from quire_engine.process.pace import Pace
 from quire_engine.process.transport import Inspect

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from fastapi.responses import StreamingResponse
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_server.http.listener import Listening, announce, bind, serve
 from support.fakes import exchange, listening, make_app, make_state
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quire_engine.block_hashes import root_hash
+from quire_engine.contract.block_hashes import root_hash
 from support.fake_engine import FakeEngine
 from support.fakes import MODEL, connect, make_app, make_state
 

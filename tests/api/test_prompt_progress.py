@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire_engine.types import EngineStats, PromptProgress, StepOutput, TokenOutput
+from quire_engine.contract.types import EngineStats, PromptProgress, StepOutput, TokenOutput
 from support.fake_engine import FakeEngine
 from support.fake_executor import new_run, request
 from support.fakes import connect, make_app

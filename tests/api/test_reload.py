@@ -21,8 +21,8 @@ import yaml
 
 from quire_server.http.credentials import Credentials
 from quire_server.http.tls import expiry
-from quire_server.launch import Stop
-from quire_server.serving import _reloads
+from quire_server.programs.launch import Stop
+from quire_server.programs.serving import _reloads
 from quire_server.settings import Settings
 from support.certificates import Certificates, make_certificates
 from support.events import until
@@ -213,7 +213,7 @@ async def test_sighup_reloads_and_a_terminal_that_was_closed_stops(
     file = tmp_path / "keys"
     file.write_text("a-first-key\n")
     has_terminal = True
-    monkeypatch.setattr("quire_server.serving.os.isatty", lambda _descriptor: has_terminal)
+    monkeypatch.setattr("quire_server.programs.serving.os.isatty", lambda _descriptor: has_terminal)
     credentials = Credentials(Settings(api_key=(f"@{file}",)))
     loop = asyncio.get_running_loop()
     stop = Stop(asked=loop.create_future(), insisted=loop.create_future())

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from quire_engine.types import GenerationRequest
+from quire_engine.contract.types import GenerationRequest
 from quire_server.text.parsing.formats import model_formats
 from quire_server.text.prompt import ChatTemplate
 from support.fake_engine import FakeEngine

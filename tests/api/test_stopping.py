@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from quire_server import serving
-from quire_server.launch import Stop
-from quire_server.serving import _wind_up
+from quire_server.programs import serving
+from quire_server.programs.launch import Stop
+from quire_server.programs.serving import _wind_up
 from support.fake_engine import FakeEngine
 from support.fakes import listening, make_app, make_state
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_server.commands import health
 from quire_server.http.tls import tls_context
 from quire_server.settings import Settings

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from architecture.source import reachable
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_server.logs import output, tracing
 from quire_server.logs.output import check_collector, collector_url
 from support.fake_engine import FakeEngine
@@ -152,6 +152,6 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.M
 
 
 def test_nothing_of_it_is_loaded_unless_it_is_wanted() -> None:
-    for module in ("quire_server.app", "quire_server.launch"):
+    for module in ("quire_server.app", "quire_server.programs.launch"):
         assert "opentelemetry" not in {name.split(".")[0] for name in reachable(module)}
     assert "starlette" not in {name.split(".")[0] for name in reachable("quire_server.logs.output")}

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from api.test_reload import OPERATOR, entry
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_server.metrics.usage import KEPT_DAYS, UsageBook
 from quire_server.routes.usage import OwnUsage
 from support.fake_engine import FakeEngine

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quire_engine.errors import ConfigError
-from quire_server.warming import read_prefixes, warm
+from quire_engine.contract.errors import ConfigError
+from quire_server.programs.warming import read_prefixes, warm
 from support.fake_engine import FakeEngine
 from support.fakes import make_app, make_state
 

@@ -193,7 +193,7 @@ READS_FILES = {
     "quire_server.routes.pages": "the package's own files",
     "quire_server.cli": "/dev/null",
     "quire_server.metrics.usage": "its own new file",
-    "quire_server.batch_launch": "a command's own files",
+    "quire_server.programs.batch_launch": "a command's own files",
     "quire_server.checkpoint.trained": "its own new file",
 }
 COMMANDS = ("quire_server.commands", "quire_engine.simulation", "quire_engine.tools")  # run by whom the files belong to

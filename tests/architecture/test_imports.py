@@ -42,15 +42,15 @@ ONLY_IN = {
     "numpy": (
         "quire_engine.execution.constrained",
         "quire_server.text.matrices",
-        *("quire_engine.decodes", "quire_engine.scheduling"),  # the columns of decodes
+        *("quire_engine.contract.decodes", "quire_engine.scheduling"),  # the columns of decodes
     ),
     "opentelemetry": ("quire_server.logs.tracing", "quire_server.logs.otlp_metrics"),
     "llguidance": ("quire_engine.execution.constrained", "quire_server.text.grammar_worker"),
     "typing_extensions": ("quire_server",),
     "compression": ("quire_server.http.content_coding",),  # the standard library's from Python 3.14 on
     "backports": ("quire_server.http.content_coding",),
-    "nixl": ("quire_engine.execution.memory_agents",),
-    "mooncake": ("quire_engine.execution.memory_agents",),
+    "nixl": ("quire_engine.links.memory_agents",),
+    "mooncake": ("quire_engine.links.memory_agents",),
     "zmq": ("quire_server.engine.kv_events.publisher",),
     "ray": (),  # the control plane of a cluster imports Quire's processes, never the other way round: deploy/
 }
@@ -123,7 +123,7 @@ def part(name: str) -> str:
 
 def test_the_rules_see_the_source():
     assert len(modules()) > 60
-    assert "quire_engine.types" in imports("quire_engine.scheduling.scheduler")
+    assert "quire_engine.contract.types" in imports("quire_engine.scheduling.scheduler")
     assert "torch" in reachable("quire_engine.execution.runner")
     folders = {name for name in modules() if name.count(".") == 1 and is_folder(name)}
     assert folders == set(FOLDERS), "every folder at the top of a package has its rule"
@@ -179,7 +179,12 @@ def test_torch_is_not_loaded_where_it_is_not_needed():
 
 def test_what_is_optional_is_loaded_by_no_plain_server():
     """Nor by a node. What a flag asks for is imported by its name, when the flag is there."""
-    for program in ("quire_server.launch", "quire_server.serving", "quire_server.node_launch", "quire_engine.process"):
+    for program in (
+        "quire_server.programs.launch",
+        "quire_server.programs.serving",
+        "quire_server.programs.node_launch",
+        "quire_engine.process",
+    ):
         loaded = {name.split(".")[0] for name in reachable(program)}
         assert not loaded & {"zmq", "ray", "opentelemetry", "nixl", "mooncake"}, program
 

@@ -22,13 +22,13 @@ from fastapi.responses import Response
 
 from architecture.source import ROOT
 from architecture.test_contributing import LOOKS_LIKE_A_PATH, section
-from quire_engine import config
+from quire_engine.contract import config
+from quire_engine.contract.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, VictimName
+from quire_engine.contract.types import SamplingParams
 from quire_engine.execution.models import config as models_config
 from quire_engine.execution.models import families
 from quire_engine.execution.models.config import load_model_config
-from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, VictimName
 from quire_engine.scheduling.policies import VICTIMS, Policies, policies_for
-from quire_engine.types import SamplingParams
 from quire_kernels import kernel_set
 from quire_kernels.cpu.linear import GATES
 from quire_kernels.cpu.packing import KINDS

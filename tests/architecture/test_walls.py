@@ -50,13 +50,13 @@ EXCEPTIONS = {
         "quire_server.commands.run_batch": 1,
         "quire_server.commands.serve": 1,
         "quire_server.engine.kv_events.events": 1,
-        "quire_server.launch": 2,
+        "quire_server.programs.launch": 2,
     },
 }
 CIRCLES_OF_MODULES = [
     ("quire_server.cli", "quire_server.commands.completion"),
     ("quire_server.engine.kv_events.events", "quire_server.engine.kv_events.publisher"),
-    ("quire_server.launch", "quire_server.serving"),
+    ("quire_server.programs.launch", "quire_server.programs.serving"),
 ]
 CIRCLES_OF_FOLDERS = {
     "quire_server": [("batch_launch", "cli", "commands", "launch", "node_launch", "serving")],
@@ -152,11 +152,11 @@ def test_a_method_outside_of_its_class_is_found(source: str, found: list[str]):
 @pytest.mark.parametrize(
     ("call", "is_found"),
     [
-        ("import_module('quire_server.launch')", True),
+        ("import_module('quire_server.programs.launch')", True),
         ("importlib.import_module(name)", True),
-        ("asyncio.to_thread(import_module, 'quire_server.serving')", True),
+        ("asyncio.to_thread(import_module, 'quire_server.programs.serving')", True),
         ("import_module('pynvml')", False),
-        ("load('quire_server.launch')", False),
+        ("load('quire_server.programs.launch')", False),
     ],
 )
 def test_an_import_by_name_is_found(call: str, is_found: bool):

@@ -39,7 +39,7 @@ BY_LIBRARIES = {
     )
 }
 OTHERWISE = {("thread", "kv writer"), ("thread", "kv reader")}  # of a loop over both
-NAMELESS = {"quire_engine.execution.load_thread", "quire_engine.execution.prefix_files"}  # whose name is a variable
+NAMELESS = {"quire_engine.execution.load_thread", "quire_engine.execution.kv.prefix_files"}  # whose name is a variable
 
 
 def calls(module: str, names: set[str]) -> Iterator[ast.Call]:

@@ -16,10 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
 from quire_engine.demo import demo_model_path
+from quire_engine.execution.verdict import Verdict, verdict_of
 from quire_engine.own_modules import module_command
-from quire_engine.verdict import Verdict, verdict_of
 from quire_kernels.optional_paths import NAMES
 
 # Of the starts that take, together, every path but that of a library.

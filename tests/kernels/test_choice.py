@@ -17,7 +17,7 @@ from typing import get_args
 import pytest
 import torch
 
-from quire_engine.config import CpuVariant
+from quire_engine.contract.config import CpuVariant
 from quire_kernels.cpu import build, choice, library, remembered
 from quire_kernels.cpu.choice import Chosen, UnusableVariant, load_chosen
 from quire_kernels.cpu.compiler import CompilationError

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from quire_engine.build import build
-from quire_engine.config import EngineConfig
-from quire_engine.limits import SchedulerLimits
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_kernels.cpu.ops import cpu_kernel_set
 from support.checkpoints import ALL_FAMILIES, make_checkpoint
 from support.model_steps import Model, random_ids

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quire_engine.build import build
-from quire_engine.config import EngineConfig
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_kernels.cpu.ops import cpu_kernel_set
 from quire_kernels.kernel_set import Norm
 from support.checkpoints import shared_checkpoint

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.execution.kv.kv_storage import KVStorage
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.weights import load_decoder

@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 import torch
 
-from quire_engine import config
+from quire_engine.contract import config
 from quire_kernels import provider
 from quire_kernels.flash import trial
 from quire_kernels.kernel_set import KVFormat

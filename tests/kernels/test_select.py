@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 import torch
 
-from quire_engine.config import KernelChoice
+from quire_engine.contract.config import KernelChoice
 from quire_kernels.kernel_set import KVFormat
 from quire_kernels.provider import Requirements, Unavailable
 from quire_kernels.reference import REFERENCE

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from quire_engine.config import EngineConfig
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ModelLoadError
+from quire_engine.contract.types import AdapterFacts
 from quire_engine.execution.models.adapter import read_adapter
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.tools.adapter_facts import answers
-from quire_engine.types import AdapterFacts
 from quire_server.engine import adapters as served
 from quire_server.engine.adapters import AdapterFiles
 from support.adapters import write_adapter

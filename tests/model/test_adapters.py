@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from quire_engine.build import BuiltEngine, build, resolve_plan
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.types import Adapter, GenerationRequest, SamplingParams, StopParams
 from quire_engine.execution.adapters import pack
 from quire_engine.execution.model_input import model_input
 from quire_engine.execution.models.adapter import ReadAdapter, read_adapter
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.step_tensors import step_tensors
-from quire_engine.types import Adapter, GenerationRequest, SamplingParams, StopParams
 from quire_kernels.cpu.ops import cpu_kernel_set
 from quire_kernels.kernel_set import StepAdapters
 from quire_kernels.reference import REFERENCE

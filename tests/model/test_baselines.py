@@ -17,10 +17,10 @@ from quire_bench.measures import measure
 from quire_bench.servers import BenchError
 from quire_bench.workload import Job, LoadPoint
 from quire_engine.build import build
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.tools.baselines import hf_generate, static
 from quire_engine.tools.baselines.batches import Member
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from support.checkpoints import shared_checkpoint
 from support.model_steps import random_ids
 from support.offline import generate

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from quire_engine.build import BuiltEngine, build
-from quire_engine.config import EngineConfig
-from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.types import BeamParams, GenerationRequest, SamplingParams, StopParams
 from support.checkpoints import VOCAB_SIZE, shared_checkpoint
 from support.limits import engine_config
 from support.model_steps import random_ids

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from quire_engine.build import resolve_plan
-from quire_engine.errors import ConfigError, InfeasibleRequest, NotNative
+from quire_engine.contract.errors import ConfigError, InfeasibleRequest, NotNative
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.scheduling.gate import check_request
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from support.embedding_gemma import PROMPTS, WINDOW, EmbeddingGemma
 from support.limits import engine_config
 from support.model_steps import Model, random_ids

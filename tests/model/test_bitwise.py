@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire_engine.build import build
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from support.checkpoints import VOCAB_SIZE, shared_checkpoint
 from support.limits import engine_config
 from support.offline import generate

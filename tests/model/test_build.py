@@ -11,10 +11,10 @@ import torch
 import quire_engine.build
 import quire_engine.execution.memory
 from quire_engine.build import build, plan_text, resolve_plan
-from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.contract.errors import ConfigError, ModelLoadError
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.execution import kernel_checks
 from quire_engine.execution.memory import largest_batches
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_kernels.reference import REFERENCE
 from quire_kernels.select import PROVIDERS, select
 from support.checkpoints import VOCAB_SIZE, make_checkpoint, shared_checkpoint

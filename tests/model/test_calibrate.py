@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.limits import SchedulerLimits
 from quire_engine.cost_model import read_cost
 from quire_engine.demo import demo_model_path
-from quire_engine.errors import ConfigError
-from quire_engine.limits import SchedulerLimits
 from quire_engine.simulation.setup import setup
 from quire_engine.simulation.simulator import simulate
 from quire_engine.simulation.traces import TraceRow

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer
 
 from quire_engine.build import resolve_plan
-from quire_engine.errors import InfeasibleRequest
+from quire_engine.contract.errors import InfeasibleRequest
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.scheduling.gate import check_request
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_server.text.scoring_method import question
 from support.checkpoints import FAMILIES, make_checkpoint, make_model
 from support.limits import engine_config

@@ -15,10 +15,10 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from quire_engine.build import BuiltEngine, build
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams, ThinkingParams
 from quire_engine.demo import demo_model_path
-from quire_engine.limits import SchedulerLimits
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams, ThinkingParams
 from support.offline import Generated, generate
 
 EOS = (0, 2)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire_engine.contract.types import NON_FINITE
 from quire_engine.execution.executor import Executor
 from quire_engine.execution.runner import Runner
-from quire_engine.types import NON_FINITE
 from support.both_runners import NAN, Both, check, models
 from support.columns import Columns, flat
 from support.model_steps import random_ids

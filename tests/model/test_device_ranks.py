@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from quire_engine.build import plan_text, resolve_plan
-from quire_engine.config import EngineConfig
-from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError, ModelLoadError
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.found import find_model
 from quire_engine.execution.parallel.checks import check_kept, check_ranks

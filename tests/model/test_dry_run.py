@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 import quire_engine.build
 from quire_engine.build import resolve_plan
-from quire_engine.config import EngineConfig
-from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError, ModelLoadError
 from quire_engine.execution.models.checkpoint import Checkpoint
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.weights import expected_shapes

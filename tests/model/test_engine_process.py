@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
 from quire_engine.machine import PARENTS_SIGNALS
 from quire_engine.process.transport import encode_frame
 from quire_server.engine.process import EngineProcess

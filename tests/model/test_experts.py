@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from quire_engine.errors import ModelLoadError, NotNative
+from quire_engine.contract.errors import ModelLoadError, NotNative
 from quire_engine.execution.models.config import load_model_config
 from quire_kernels.cpu.ops import cpu_kernel_set
 from quire_kernels.kernel_set import MixExperts

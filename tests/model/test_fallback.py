@@ -17,9 +17,10 @@ import torch
 import transformers
 
 from quire_engine.build import build, resolve, resolve_plan
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError, InfeasibleRequest, ModelLoadError, NotNative
+from quire_engine.contract.types import BeamParams, GenerationRequest, SamplingParams, StopParams
 from quire_engine.demo import demo_model_path
-from quire_engine.errors import ConfigError, InfeasibleRequest, ModelLoadError, NotNative
 from quire_engine.execution import loading
 from quire_engine.execution.models.fallback import proof
 from quire_engine.execution.models.fallback.interface import _attend
@@ -29,7 +30,6 @@ from quire_engine.execution.models.fallback.routers import FusedRouter, form_of
 from quire_engine.execution.models.fallback.states import COPIES, States
 from quire_engine.memory_plan import plan_text
 from quire_engine.scheduling.gate import check_request
-from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams
 from support.checkpoints import make_checkpoint, shared_checkpoint
 from support.fallback_steps import FallbackSteps
 from support.limits import engine_config
@@ -162,7 +162,7 @@ def test_quantized_experts_take_a_quarter(tmp_path: Path):
 
 def test_the_plain_start_does_not_import_transformers():
     code = (
-        "import sys; from quire_engine.build import build; from quire_engine.config import EngineConfig;"
+        "import sys; from quire_engine.build import build; from quire_engine.contract.config import EngineConfig;"
         f"build(EngineConfig(model={str(demo_model_path())!r}, device='cpu', kv_memory=1 << 24, packed_cache=False));"
         "sys.exit('transformers' in sys.modules)"
     )

@@ -16,8 +16,8 @@ import torch
 
 from model.test_bitwise import mixed_requests
 from quire_engine.build import BuiltEngine, build
+from quire_engine.contract.types import GenerationRequest
 from quire_engine.memory_plan import plan_text
-from quire_engine.types import GenerationRequest
 from support.limits import engine_config
 from support.offline import generate
 from sweep.__main__ import save_random, tiny

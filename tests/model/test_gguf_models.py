@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import make_gguf as make_gguf_file
 from quire_engine.build import build, resolve_plan
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.execution.models.checkpoint import fingerprint, open_checkpoint
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.weights import take_text

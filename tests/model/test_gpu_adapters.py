@@ -12,8 +12,10 @@ import torch
 
 import quire_engine.execution.executor
 from quire_engine.build import BuiltEngine, build
-from quire_engine.config import EngineConfig
-from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError, ModelLoadError
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import Adapter, AdaptersInUse, GenerationRequest, SamplingParams, StopParams
 from quire_engine.execution.adapters import AdapterCache, adapter_bytes, adapter_scratch
 from quire_engine.execution.executor import make_executor
 from quire_engine.execution.gpu.adapters import PlacedAdapters
@@ -21,14 +23,12 @@ from quire_engine.execution.gpu.device import HostBuffer
 from quire_engine.execution.gpu.graphs import Bucket
 from quire_engine.execution.gpu.runner import GpuRunner
 from quire_engine.execution.gpu.tables import ADAPTED
-from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.execution.kv.kv_storage import KVStorage
 from quire_engine.execution.models.adapter import adapted_products, read_adapter
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.weights import load_decoder
 from quire_engine.execution.step_tensors import StepTensors
-from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import Adapter, AdaptersInUse, GenerationRequest, SamplingParams, StopParams
 from quire_kernels.adapter_places import AdapterPlaces
 from quire_kernels.reference import REFERENCE
 from support.adapters import write_adapter

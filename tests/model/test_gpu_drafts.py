@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from model.test_simulated_engine import LIMITS, asked, host, on_a_gpu, requests
-from quire_engine.batch import PENDING
-from quire_engine.drafts import Draft, Drafter, Wish, most_drafted_rows
+from quire_engine.contract.batch import PENDING
+from quire_engine.contract.drafts import Draft, Drafter, Wish, most_drafted_rows
+from quire_engine.contract.errors import ConfigError
 from quire_engine.engine import Engine
-from quire_engine.errors import ConfigError
 from quire_engine.execution.drafting.choice import own_speculation
 from quire_engine.execution.drafting.row_costs import measured_rows
 from quire_engine.execution.gpu.graphs import Bucket

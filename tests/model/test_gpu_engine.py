@@ -14,16 +14,16 @@ import torch
 from tokenizers import Tokenizer
 
 from quire_engine.build import BuiltEngine, build
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.demo import demo_model_path
 from quire_engine.execution.executor import Executor
-from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.execution.kv.kv_storage import KVStorage
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.weights import load_decoder
 from quire_engine.execution.runner import Runner
-from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_kernels.kernel_set import KernelSet
 from support.model_steps import DEVICES, Model
 from support.offline import Generated, generate

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from quire_engine.batch import StepResult
+from quire_engine.contract.batch import StepResult
+from quire_engine.contract.kv_groups import one_group
 from quire_engine.execution.executor import Executor
 from quire_engine.execution.gpu.ranks import DeviceFollower, DeviceLeader, decode, encode
 from quire_engine.execution.gpu.runner import GpuRunner
-from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.execution.kv.kv_storage import KVStorage
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.weights import load_decoder
 from quire_engine.execution.runner import Runner
-from quire_engine.kv_groups import one_group
 from quire_engine.ranks import Rank, heads_of_rank
 from quire_kernels.divided import divided
 from quire_kernels.ranks import RankLost

@@ -7,9 +7,9 @@ from functools import partialmethod
 
 import pytest
 
-from quire_engine.batch import PENDING
+from quire_engine.contract.batch import PENDING
+from quire_engine.contract.types import NO_CANDIDATE, NON_FINITE
 from quire_engine.execution.gpu.graphs import MixedBucket
-from quire_engine.types import NO_CANDIDATE, NON_FINITE
 from support.both_runners import NAN, Both
 from support.model_steps import random_ids
 from support.step_stories import ahead

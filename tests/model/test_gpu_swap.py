@@ -15,15 +15,15 @@ from gpu.shapes import TINY
 from gpu.steps import StepSizes
 from gpu.swaps import measured
 from quire_engine.build import BuiltEngine, build
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.demo import demo_model_path
 from quire_engine.execution.gpu import swaps
 from quire_engine.execution.gpu.device import CudaDevice
 from quire_engine.execution.gpu.swaps import StreamedKV, staging_blocks
-from quire_engine.execution.pool_rows import block_rows
-from quire_engine.limits import SchedulerLimits
+from quire_engine.execution.kv.pool_rows import block_rows
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_kernels.kernel_set import KVFormat
 from quire_kernels.select import select
 from support.limits import PLAIN_POLICIES

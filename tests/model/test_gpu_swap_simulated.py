@@ -14,8 +14,8 @@ import torch
 
 from quire_engine.execution.gpu import swaps
 from quire_engine.execution.gpu.swaps import StreamedKV, staging_blocks
-from quire_engine.execution.kv_storage import HostKV
-from quire_engine.execution.pool_rows import PoolRows, block_rows
+from quire_engine.execution.kv.kv_storage import HostKV
+from quire_engine.execution.kv.pool_rows import PoolRows, block_rows
 from support.simulated_device import SimulatedDevice
 
 NUM_BLOCKS, NUM_HOST, NUM_BYTES = 14, 9, 32

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 
+from quire_engine.contract.types import EngineHealth
 from quire_engine.execution import executor
 from quire_engine.execution.gpu import graphs, runner
 from quire_engine.execution.gpu.graphs import Bucket, MixedBucket, StepGraphs
@@ -16,7 +17,6 @@ from quire_engine.execution.gpu.tables import DRAWS, LIMITS_K
 from quire_engine.process import loop
 from quire_engine.process.loop import EngineLoop
 from quire_engine.process.transport import FrameDecoder, Shutdown, encode_frame
-from quire_engine.types import EngineHealth
 from support.both_runners import Both
 from support.model_steps import random_ids
 from support.simulated_device import SimulatedDevice

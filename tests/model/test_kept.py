@@ -13,10 +13,10 @@ import torch
 
 from model.test_bitwise import engine
 from quire_engine.build import BuiltEngine
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.memory_plan import plan_text
 from quire_engine.scheduling import kept_prefixes
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from support.checkpoints import VOCAB_SIZE
 from support.offline import generate
 
@@ -105,7 +105,7 @@ def test_files_of_other_weights_are_not_read_wherever_they_lie(tmp_path: Path) -
 
 def test_a_block_that_comes_back_wrong_changes_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail."""
-    from quire_engine.execution.prefix_files import PrefixFiles
+    from quire_engine.execution.kv.prefix_files import PrefixFiles
 
     first = keeping("qwen3", tmp_path / "kv")
     expected = served(first, asked("a", 5, 6))

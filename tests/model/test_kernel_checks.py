@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.types import SamplingParams, StopParams
 from quire_engine.execution.kernel_checks import choice_checks, model_sizes, repaired, start_checks
 from quire_engine.execution.logit_rules import SampleRow
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.memory_plan import plan_text
-from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.reference import REFERENCE
 from quire_kernels.verify.attention import like_reference
 from quire_kernels.verify.findings import Subject

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
-from quire_engine.types import EngineStats
+from quire_engine.contract.types import EngineStats
 from quire_server.state import ServerState
 from support.checkpoints import shared_checkpoint, write_tokenizer
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quire_engine.build import resolve_plan
-from quire_engine.config import EngineConfig
-from quire_engine.errors import ModelLoadError, NotNative
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ModelLoadError, NotNative
 from quire_engine.execution.models.config import load_model_config
 from support.checkpoints import make_model, shared_checkpoint
 from support.fallback_steps import FallbackSteps

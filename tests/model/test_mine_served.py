@@ -14,7 +14,7 @@ from quire_bench.mine.command import run
 from quire_bench.mine.referee import Arrival, Machine
 from quire_bench.mine.schedulers import ListPool, OurScheduler, PlainScheduler, StaticScheduler
 from quire_bench.mine.serving import Bench, ModelProcess
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
 from quire_engine.demo import demo_model_path
 from quire_engine.own_modules import module_command
 

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 import make_big
 import quire_engine.execution.memory
 from quire_engine.build import BuiltEngine, build
-from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.contract.errors import ConfigError, ModelLoadError
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.execution import loading
 from quire_engine.execution.packed.image import is_sealed, new_memory
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_kernels.kernel_set import AttentionShape, ExpertMatrices, Norm, Routing
 from support.checkpoints import shared_checkpoint
 from support.limits import engine_config

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from quire_engine.build import build
+from quire_engine.contract.types import NON_FINITE, GenerationRequest, SamplingParams, StopParams
 from quire_engine.execution.finishing import MOST_POOLED, pooled_columns
-from quire_engine.types import NON_FINITE, GenerationRequest, SamplingParams, StopParams
 from support.both_runners import NAN, Both
 from support.checkpoints import VOCAB_SIZE, make_model, shared_checkpoint
 from support.limits import engine_config

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire_engine.config import EngineConfig, engine_config, for_later_engines
+from quire_engine.contract.config import EngineConfig, engine_config, for_later_engines
 from quire_engine.execution import proven_paths
 from quire_engine.execution.models.found import find_model
 from quire_engine.execution.proven_paths import asked_paths, shown_here, without_paths
+from quire_engine.execution.verdict import Verdict, verdict_of
 from quire_engine.tools.prover.workers import Broken, Patience, Watch, prove
-from quire_engine.verdict import Verdict, verdict_of
 from quire_kernels.optional_paths import (
     DECODE_CHAIN,
     DEPENDENT_LAUNCH,

@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 
 from make_demo.corpus import documents
+from quire_engine.contract.errors import ConfigError
 from quire_engine.demo import demo_model_path
-from quire_engine.errors import ConfigError
 from quire_engine.execution.models.checkpoint import fingerprint
 from quire_engine.quality_store import Quality
 from quire_engine.tools.quality import CONTINUATION_TOKENS, Variant, measure

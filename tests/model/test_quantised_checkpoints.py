@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire_engine.build import build, resolve, resolve_plan
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.execution.models.checkpoint import open_checkpoint
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.fallback.interface import is_experts

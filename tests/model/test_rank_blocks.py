@@ -17,10 +17,10 @@ from model.test_bitwise import mixed_requests
 from model.test_ranks import ranks, settings_of
 from model.test_transfer import BLOCKS, LONG, SIZE, Side, asked
 from quire_engine.build import BuiltEngine, build
-from quire_engine.config import KVTransferConfig
+from quire_engine.contract.config import KVTransferConfig
+from quire_engine.contract.types import KVSource
 from quire_engine.scheduling import kept_prefixes
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import KVSource
 from support.offline import generate
 
 CACHING = {"enable_prefix_caching": True}

@@ -14,10 +14,10 @@ import torch
 
 from model.test_bitwise import CPP, MODELS, mixed_requests
 from quire_engine.build import BuiltEngine, build, resolve_plan
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.types import Adapter
 from quire_engine.execution.models.adapter import read_adapter
 from quire_engine.execution.models.config import load_model_config
-from quire_engine.types import Adapter
 from quire_kernels.ranks import RankLost
 from support.adapters import write_adapter
 from support.checkpoints import shared_checkpoint

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire_engine.build import build
-from quire_engine.config import EngineConfig
-from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError, ModelLoadError
 from quire_server.checkpoint.inspect import check_checkpoint
 from quire_server.text.tokenizer import TextTokenizer
 from support.checkpoints import make_checkpoint, shared_checkpoint

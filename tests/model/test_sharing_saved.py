@@ -12,10 +12,10 @@ import torch
 from tokenizers import Tokenizer
 
 from quire_engine.build import build
+from quire_engine.contract.types import BeamParams, GenerationRequest, SamplingParams, StopParams
 from quire_engine.demo import demo_model_path
 from quire_engine.engine import Engine
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams
 from support.fake_executor import new_run, request
 from support.limits import engine_config
 

@@ -11,20 +11,20 @@ import torch
 import quire_engine.execution.executor
 import quire_engine.execution.memory
 from quire_engine.build import BuiltEngine, build
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import BeamParams, GenerationRequest, SamplingParams, StopParams, ThinkingParams
 from quire_engine.execution.executor import make_executor, runs_by_itself, spare_blocks, staging_blocks_for
 from quire_engine.execution.gpu.graphs import GRAPH_BYTES, MOST_GRAPHS
 from quire_engine.execution.gpu.runner import GpuRunner
-from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.execution.kv.kv_storage import KVStorage
 from quire_engine.execution.memory import measure_workspace
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.weights import load_decoder
 from quire_engine.execution.runner import Runner
-from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculate
-from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams, ThinkingParams
 from quire_kernels.reference import REFERENCE
 from support.checkpoints import shared_checkpoint
 from support.limits import PLAIN_POLICIES

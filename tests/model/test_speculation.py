@@ -15,18 +15,18 @@ import pytest
 from llguidance import LLMatcher
 
 from quire_engine.build import BuiltEngine, build, resolve
-from quire_engine.config import EngineConfig, Fault
+from quire_engine.contract.config import EngineConfig, Fault
+from quire_engine.contract.drafts import Draft, Drafter, Wish
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams, ThinkingParams
 from quire_engine.demo import demo_model_path
-from quire_engine.drafts import Draft, Drafter, Wish
-from quire_engine.errors import ConfigError
 from quire_engine.execution.drafting.model import ModelDrafter
 from quire_engine.execution.drafting.outputs import OutputsDrafter
 from quire_engine.execution.drafting.suffix import SuffixDrafter
-from quire_engine.limits import SchedulerLimits
 from quire_engine.memory_plan import plan_text
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import RowCosts, Speculation
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams, ThinkingParams
 from support.checkpoints import make_checkpoint, shared_checkpoint
 from support.limits import engine_config
 from support.offline import Generated, generate

@@ -17,15 +17,15 @@ import pytest
 
 from model.test_speculation import Results, Script, requests
 from quire_engine.build import BuiltEngine, build, resolve
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.drafts import Drafter
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import GenerationRequest
 from quire_engine.demo import demo_model_path
-from quire_engine.drafts import Drafter
 from quire_engine.execution.drafting.outputs import OutputsDrafter
 from quire_engine.execution.drafting.suffix import SuffixDrafter
-from quire_engine.limits import SchedulerLimits
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculation
-from quire_engine.types import GenerationRequest
 from support.offline import Generated, generate
 
 pytestmark = pytest.mark.drafts

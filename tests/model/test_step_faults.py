@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quire_engine.build import BuiltEngine, build
-from quire_engine.config import Fault
-from quire_engine.types import MODEL_FAILED, NON_FINITE, GenerationRequest, SamplingParams, StopParams
+from quire_engine.contract.config import Fault
+from quire_engine.contract.types import MODEL_FAILED, NON_FINITE, GenerationRequest, SamplingParams, StopParams
 from support.checkpoints import VOCAB_SIZE, shared_checkpoint
 from support.limits import engine_config
 from support.offline import Generated, generate

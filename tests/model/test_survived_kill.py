@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 from quire_engine.demo import demo_model_path
-from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import EngineState, Supervisor
 

@@ -16,7 +16,7 @@ import torch
 
 from model.test_bitwise import engine, mixed_requests, solo
 from quire_engine.build import BuiltEngine
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_engine.memory_plan import kept_blocks, plan_text
 from quire_engine.scheduling.scheduler import Scheduler
 from support.checkpoints import shared_checkpoint
@@ -158,7 +158,7 @@ def test_files_without_a_swap_space_are_refused_on_a_gpu():
 
 def test_a_block_that_comes_back_wrong_changes_tokens(monkeypatch):
     """The comparison above can fail."""
-    from quire_engine.execution.kv_storage import HostKV
+    from quire_engine.execution.kv.kv_storage import HostKV
 
     swap = HostKV.swap
     monkeypatch.setattr(

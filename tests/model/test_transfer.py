@@ -15,10 +15,10 @@ import torch
 
 from model.test_bitwise import engine
 from quire_engine.build import BuiltEngine
-from quire_engine.config import KVTransferConfig
+from quire_engine.contract.config import KVTransferConfig
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.types import EngineStats, GenerationRequest, KVSource, SamplingParams, StepOutput, StopParams
 from quire_engine.engine import Engine
-from quire_engine.errors import ConfigError
-from quire_engine.types import EngineStats, GenerationRequest, KVSource, SamplingParams, StepOutput, StopParams
 from support.checkpoints import VOCAB_SIZE
 from support.kv_wire import KVWire
 

@@ -10,10 +10,10 @@ import torch
 from tokenizers import Tokenizer
 
 from quire_engine.build import build
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError
 from quire_engine.demo import demo_model_path
 from quire_engine.engine import Engine
-from quire_engine.errors import ConfigError
 from quire_engine.execution.device import own_dtype
 from quire_engine.execution.kernel_checks import model_sizes
 from quire_engine.execution.models.config import load_model_config

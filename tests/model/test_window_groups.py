@@ -19,16 +19,16 @@ import pytest
 import torch
 
 from quire_engine import build as building
-from quire_engine.batch import Batch
 from quire_engine.build import BuiltEngine, build
-from quire_engine.config import DType, EngineConfig
-from quire_engine.execution import kv_storage
-from quire_engine.execution.pool_rows import block_rows
-from quire_engine.kv_groups import one_group
-from quire_engine.limits import SchedulerLimits
+from quire_engine.contract.batch import Batch
+from quire_engine.contract.config import DType, EngineConfig
+from quire_engine.contract.kv_groups import one_group
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
+from quire_engine.execution.kv import kv_storage
+from quire_engine.execution.kv.pool_rows import block_rows
 from quire_engine.scheduling import blocks as scheduling_blocks
 from quire_engine.scheduling import prefix_cache
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from support.checkpoints import ALL_FAMILIES, make_checkpoint
 from support.model_steps import random_ids
 from support.offline import generate

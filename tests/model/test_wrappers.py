@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from quire_engine.errors import ModelLoadError, NotNative
+from quire_engine.contract.errors import ModelLoadError, NotNative
 from quire_engine.execution.models.config import load_model_config
 from support.model_steps import Model, random_ids
 

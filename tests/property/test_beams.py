@@ -11,11 +11,11 @@ from collections import Counter
 
 import pytest
 
+from quire_engine.contract.types import BeamParams, GenerationRequest
 from quire_engine.engine import Engine
 from quire_engine.scheduling.beam_forks import BeamForks
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.sequence import Group
-from quire_engine.types import BeamParams, GenerationRequest
 from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_tokens, request
 from support.fake_model import expected_beams
 from support.limits import scheduler_config

@@ -13,8 +13,8 @@ import pytest
 
 from property.test_step_log_replay import Traffic, lines_of, plans, replayed
 from property.test_swapping import AheadWithSwaps
+from quire_engine.contract.types import RESET_PREFIX_CACHE
 from quire_engine.engine import Engine
-from quire_engine.types import RESET_PREFIX_CACHE
 from support.fake_executor import new_run, produced_alone, request
 from support.seeds import naming
 

@@ -13,13 +13,13 @@ from collections.abc import Callable
 import pytest
 
 from property.test_swapping import AheadWithSwaps
-from quire_engine.invariants import InvariantViolation
+from quire_engine.contract.invariants import InvariantViolation
+from quire_engine.contract.types import GenerationRequest
 from quire_engine.scheduling import cache_shares
 from quire_engine.scheduling.cache_shares import CacheShares, Owner
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.sequence import Sequence
 from quire_engine.scheduling.swapping import HostPool
-from quire_engine.types import GenerationRequest
 from support.fake_executor import new_run, outputs_of, own_tokens
 from support.fake_executor import request as request_for
 from support.planted import show_a_fault

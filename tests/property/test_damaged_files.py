@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.execution.models.checkpoint import open_checkpoint
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.weights import checked_checkpoint

@@ -14,11 +14,11 @@ from typing import get_args
 
 import pytest
 
-from quire_engine.batch import Batch
-from quire_engine.decodes import BatchInColumns
-from quire_engine.limits import AdmissionName, PolicyName, SchedulerConfig, VictimName
+from quire_engine.contract.batch import Batch
+from quire_engine.contract.decodes import BatchInColumns
+from quire_engine.contract.limits import AdmissionName, PolicyName, SchedulerConfig, VictimName
+from quire_engine.contract.types import GenerationRequest, TokenOutput
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import GenerationRequest, TokenOutput
 from support.fake_executor import FakeExecutor, Run, expected_tokens, request
 from support.limits import scheduler_config
 from support.scheduler_model import policies, shrunk_to_fit, truly_resumed

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import pytest
 
-from quire_engine.batch import Batch, SampledToken, StepResult
-from quire_engine.limits import SchedulerConfig
+from quire_engine.contract.batch import Batch, SampledToken, StepResult
+from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.scheduling.policies import AsOrdered, ElderRule, policies_for
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.sequence import Group
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from support.limits import scheduler_config
 
 NUM_RUNS = 320  # `make schedule-test` does many times as many
@@ -101,7 +101,7 @@ def adversarial_config(dice: random.Random) -> SchedulerConfig:
 
 
 def feasible_request(dice: random.Random, config: SchedulerConfig, name: int) -> GenerationRequest:
-    from quire_engine.errors import InfeasibleRequest
+    from quire_engine.contract.errors import InfeasibleRequest
     from quire_engine.scheduling.gate import check_request
 
     while True:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize
 
 from property.test_scheduler_machine import SchedulerMachine
-from quire_engine.limits import SchedulerConfig
+from quire_engine.contract.limits import SchedulerConfig
 from quire_engine.scheduling.policies import ItlTarget
 from quire_engine.scheduling.scheduler import Scheduler
 from support.fake_executor import FakeExecutor, Run, request

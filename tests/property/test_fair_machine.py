@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from property.test_scheduler_machine import SchedulerMachine, has_entered
-from quire_engine.limits import SchedulerConfig, VictimName
+from quire_engine.contract.limits import SchedulerConfig, VictimName
+from quire_engine.contract.types import DEADLINE_EXCEEDED, GenerationRequest
 from quire_engine.scheduling.sequence import Group
-from quire_engine.types import DEADLINE_EXCEEDED, GenerationRequest
 from support.limits import scheduler_config
 from support.scheduler_model import configs, requests, shrunk_to_fit
 from support.simulated_tenants import OUTPUT_COST, PROMPT_COST, Arrival, Machine, simulate

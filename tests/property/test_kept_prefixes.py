@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from property.test_step_log_replay import Traffic, lines_of, plans, replayed
-from quire_engine.block_store import BlockStore
-from quire_engine.limits import SchedulerConfig
+from quire_engine.contract.block_store import BlockStore
+from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.types import RESET_PREFIX_CACHE
 from quire_engine.scheduling import kept_prefixes
-from quire_engine.types import RESET_PREFIX_CACHE
 from support.fake_store import FakeStore
 
 NUM_RUNS = 12

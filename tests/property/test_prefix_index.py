@@ -6,10 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire_engine.block_hashes import MOST_ROUTED, block_hash, root_hash, routed_names, short_name
+from quire_engine.contract.block_hashes import MOST_ROUTED, block_hash, root_hash, routed_names, short_name
+from quire_engine.contract.types import PrefixChanges
 from quire_engine.routing.index import PrefixIndex
 from quire_engine.scheduling.prefix_cache import ToldPrefixes
-from quire_engine.types import PrefixChanges
 
 REPLICAS = st.sampled_from(["a", "b", "c"])
 CHAINS = st.tuples(st.integers(0, 3), st.integers(1, 6))  # a chain of blocks, and how many of it

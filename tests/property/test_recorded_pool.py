@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from quire_engine.batch import Batch
-from quire_engine.block_record import HeldBlock
+from quire_engine.contract.batch import Batch
+from quire_engine.contract.block_record import HeldBlock
+from quire_engine.contract.types import BeamParams, GenerationRequest
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import BeamParams, GenerationRequest
 from support.fake_executor import FakeExecutor, expected_tokens, request
 from support.limits import scheduler_config
 from support.scheduler_model import feasible, shrunk_to_fit

@@ -11,12 +11,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire_engine.errors import InfeasibleRequest
+from quire_engine.contract.errors import InfeasibleRequest
+from quire_engine.contract.types import BeamParams
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.simulation.counterfactual import fitted_cost, load_of, measured
 from quire_engine.simulation.recorded import Recording, read_log
 from quire_engine.simulation.replaying import replay
-from quire_engine.types import BeamParams
 from support.fake_executor import FakeExecutor, own_tokens, request
 from support.limits import scheduler_config
 

@@ -12,9 +12,9 @@ import random
 import pytest
 
 from property.test_elder_bound import worst_ratio
-from quire_engine.limits import PolicyName
+from quire_engine.contract.limits import PolicyName
+from quire_engine.contract.types import GenerationRequest
 from quire_engine.scheduling.sequence import Group
-from quire_engine.types import GenerationRequest
 from support.fake_executor import Run, expected_tokens, new_run, request
 
 POLICIES: tuple[PolicyName, ...] = ("wfq", "fcfs", "priority", "lpm", "dlpm")

@@ -13,7 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire_engine.types import EngineStats, GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
+from quire_engine.contract.types import (
+    EngineStats,
+    GenerationRequest,
+    SamplingParams,
+    StepOutput,
+    StopParams,
+    TokenOutput,
+)
 from quire_server.engine.admission import LEAST_SECONDS, QueueLimits, RetryLine, SeatMeter
 from quire_server.engine.budgets import LONGEST_SECONDS
 from quire_server.engine.engine_client import EngineClient, RequestStream

@@ -15,11 +15,11 @@ from typing import get_args
 
 import pytest
 
-from quire_engine.batch import PENDING, Batch, StepResult
+from quire_engine.contract.batch import PENDING, Batch, StepResult
+from quire_engine.contract.limits import PolicyName, SchedulerConfig
+from quire_engine.contract.types import GenerationRequest, StepOutput
 from quire_engine.engine import Engine
-from quire_engine.limits import PolicyName, SchedulerConfig
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import GenerationRequest, StepOutput
 from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_tokens, request
 from support.limits import scheduler_config
 from support.scheduler_model import check_prompt_logprobs, policies, shrunk_to_fit, truly_resumed

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from property import test_scheduler_machine
-from quire_engine.limits import SchedulerConfig
+from quire_engine.contract.limits import SchedulerConfig
 from quire_engine.scheduling.scheduler import Scheduler
 from support import scheduler_model
 from support.fake_executor import CorruptKV, FakeExecutor, Run, request

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire_engine.batch import Batch
-from quire_engine.errors import InfeasibleRequest
-from quire_engine.limits import SchedulerConfig
+from quire_engine.contract.batch import Batch
+from quire_engine.contract.errors import InfeasibleRequest
+from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.types import GenerationRequest
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.sequence import Group
-from quire_engine.types import GenerationRequest
 from support.fake_executor import FakeExecutor, Run, expected_embedding, expected_tokens
 from support.fake_model import expected_beams
 from support.scheduler_model import (

@@ -15,10 +15,10 @@ from functools import partial
 import pytest
 
 from property.test_scheduler_ahead import Ahead
-from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
-from quire_engine.drafts import Draft, Wish
+from quire_engine.contract.batch import Batch, SampledToken, ScheduledSequence, StepResult
+from quire_engine.contract.drafts import Draft, Wish
+from quire_engine.contract.limits import SchedulerConfig
 from quire_engine.engine import Engine
-from quire_engine.limits import SchedulerConfig
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculation, Waiting
 from support.fake_executor import FakeExecutor, Run

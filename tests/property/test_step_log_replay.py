@@ -19,14 +19,14 @@ import msgspec
 import pytest
 
 from property.test_speculation import Guesses, Verifier
-from quire_engine.block_store import BlockStore
+from quire_engine.contract.block_store import BlockStore
+from quire_engine.contract.limits import AdmissionName, PolicyName, SchedulerConfig, VictimName
+from quire_engine.contract.types import BeamParams, GenerationRequest, StepOutput
 from quire_engine.engine import Engine
-from quire_engine.limits import AdmissionName, PolicyName, SchedulerConfig, VictimName
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculation
 from quire_engine.simulation.recorded import read_log
 from quire_engine.simulation.replaying import Difference, Replayer
-from quire_engine.types import BeamParams, GenerationRequest, StepOutput
 from quire_server.commands.trace import PAGE, Lines, narrate, pages
 from support.fake_executor import FakeExecutor, expected_tokens, request
 from support.limits import scheduler_config

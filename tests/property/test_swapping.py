@@ -17,9 +17,9 @@ from hypothesis.stateful import initialize
 
 from property.test_scheduler_ahead import Ahead
 from property.test_scheduler_machine import SchedulerMachine
-from quire_engine.batch import Batch, StepResult
-from quire_engine.invariants import InvariantViolation
-from quire_engine.limits import SchedulerConfig
+from quire_engine.contract.batch import Batch, StepResult
+from quire_engine.contract.invariants import InvariantViolation
+from quire_engine.contract.limits import SchedulerConfig
 from quire_engine.scheduling.cache_shares import Owner
 from quire_engine.scheduling.swapping import HostTier, SwappingAllocator
 from support.fake_executor import CorruptKV, FakeExecutor

@@ -13,11 +13,11 @@ from dataclasses import replace
 import pytest
 
 from property.test_scheduler_ahead import Ahead
-from quire_engine.kv_groups import KVGroup
-from quire_engine.limits import SchedulerConfig
+from quire_engine.contract.kv_groups import KVGroup
+from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.types import TokenOutput
 from quire_engine.scheduling.blocks import PageTable
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import TokenOutput
 from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_tokens, request
 from support.limits import scheduler_config
 from support.seeds import naming

@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import save_file
 
 from quire_engine.build import BuiltEngine, build
+from quire_engine.contract.types import GenerationRequest
 from quire_engine.execution.drafting.suffix import SuffixDrafter
 from quire_engine.execution.models.checkpoint import open_checkpoint
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.weights import take_text
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculation
-from quire_engine.types import GenerationRequest
 from support.limits import engine_config
 
 FORMS = ("stored", "bf16", "int8", "int4")

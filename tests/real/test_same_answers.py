@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire_engine.build import BuiltEngine
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams, TokenLogprobs
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams, TokenLogprobs
 from quire_server.checkpoint.trained import TRAINED
 from real.conftest import RealModel
 from real.forms import FORMS, built_as, rescheduled, short_of_blocks

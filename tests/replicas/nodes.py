@@ -25,7 +25,7 @@ import psutil
 
 from e2e.served import Served
 from e2e.served_node import ServedNode
-from quire_engine.handshake import ANSWER_BYTES, CHALLENGE_BYTES
+from quire_engine.links.handshake import ANSWER_BYTES, CHALLENGE_BYTES
 from quire_server.engine.nodes.addresses import parse_address
 from replicas.__main__ import FLAGS, cpu_variant, replicas, told
 from replicas.streams import Said, differences, reached, streams

@@ -26,7 +26,7 @@ import httpx
 
 from e2e.served import Served
 from e2e.served_node import ServedNode
-from quire_engine.config import KVTransport
+from quire_engine.contract.config import KVTransport
 from replicas.__main__ import FLAGS, cpu_variant, replicas, told
 from replicas.streams import reached
 from support.kv_wire import KVWire

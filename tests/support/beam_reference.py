@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from quire_engine.types import GenerationRequest
+from quire_engine.contract.types import GenerationRequest
 
 Likeliest = Callable[
     [tuple[int, ...]], Sequence[tuple[int, float]]

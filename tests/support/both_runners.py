@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quire_engine.batch import Batch
+from quire_engine.contract.batch import Batch
 from quire_engine.execution.executor import Executor
 from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
 from quire_engine.execution.runner import Runner

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
-from quire_engine.decodes import BatchInColumns, DecodeRow, Decodes
+from quire_engine.contract.batch import Batch, SampledToken, ScheduledSequence, StepResult
+from quire_engine.contract.decodes import BatchInColumns, DecodeRow, Decodes
 
 
 class Columns:

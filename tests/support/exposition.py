@@ -10,9 +10,9 @@ import subprocess
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire_engine.config import EnginePlan
-from quire_engine.limits import SchedulerConfig
-from quire_engine.types import EngineStats, RequestTiming
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.types import EngineStats, RequestTiming
 from quire_server.metrics.metrics import Metrics
 
 PLAN = EnginePlan(

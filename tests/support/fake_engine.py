@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from quire_engine.types import (
+from quire_engine.contract.types import (
     EngineHealth,
     EngineStats,
     GenerationRequest,

@@ -19,8 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "engine"), str(ROOT / "tests")]
 
-from quire_engine.batch import Batch, SampledToken, StepResult  # noqa: E402
-from quire_engine.config import EngineConfig, EnginePlan  # noqa: E402
+from quire_engine.contract.batch import Batch, SampledToken, StepResult  # noqa: E402
+from quire_engine.contract.config import EngineConfig, EnginePlan  # noqa: E402
 from quire_engine.engine import Engine  # noqa: E402
 from quire_engine.process.loop import EngineLoop  # noqa: E402
 from quire_engine.process.transport import FrameDecoder, LoadProgress, StartFailed, encode_frame  # noqa: E402

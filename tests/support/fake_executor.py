@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from quire_engine.batch import PENDING, POOLED_BITS, Batch, SampledToken, ScheduledSequence, StepResult
-from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import (
+from quire_engine.contract.batch import PENDING, POOLED_BITS, Batch, SampledToken, ScheduledSequence, StepResult
+from quire_engine.contract.types import (
     NON_FINITE,
     BeamParams,
     GenerationRequest,
@@ -21,6 +20,7 @@ from quire_engine.types import (
     TokenLogprobs,
     TokenOutput,
 )
+from quire_engine.scheduling.scheduler import Scheduler
 from support.fake_model import VOCAB_SIZE, extend, sample, told
 from support.limits import scheduler_config
 

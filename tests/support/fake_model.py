@@ -6,7 +6,7 @@ batches, the scheduler.
 
 from __future__ import annotations
 
-from quire_engine.types import GenerationRequest, TokenLogprobs
+from quire_engine.contract.types import GenerationRequest, TokenLogprobs
 from support.beam_reference import Found, search
 
 VOCAB_SIZE = 1000

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from quire_engine.block_store import Payload, TransferCounts
+from quire_engine.contract.block_store import Payload, TransferCounts
 from support.fake_executor import FakeExecutor
 
 

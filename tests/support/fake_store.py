@@ -10,7 +10,7 @@ import json
 import random
 from collections.abc import Iterable, Sequence
 
-from quire_engine.block_store import StoreCounts
+from quire_engine.contract.block_store import StoreCounts
 from support.fake_executor import FakeExecutor
 
 

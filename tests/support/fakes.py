@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from quire_engine.config import EnginePlan
+from quire_engine.contract.config import EnginePlan
 from support.fake_engine import HIDDEN_SIZE, FakeEngine
 from support.fake_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, load_tokenizer, tokenizer_path
 from support.limits import scheduler_config

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from quire_engine.batch import ScheduledSequence
 from quire_engine.build import resolve
-from quire_engine.config import EngineConfig
-from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.contract.batch import ScheduledSequence
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.kv_groups import one_group
+from quire_engine.execution.kv.kv_storage import KVStorage
 from quire_engine.execution.loading import Loading
 from quire_engine.execution.model_input import lengths, model_input
 from quire_engine.execution.progress import tell_nobody
 from quire_engine.execution.step_tensors import step_tensors
-from quire_engine.kv_groups import one_group
 from support.model_steps import CPU, Blocks, batch_of, scheduled
 
 

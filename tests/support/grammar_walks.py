@@ -16,8 +16,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from quire_engine.grammar_limits import GRAMMAR_LIMITS
-from quire_engine.grammar_vocabulary import GrammarVocabulary
+from quire_engine.contract.grammar_limits import GRAMMAR_LIMITS
+from quire_engine.contract.grammar_vocabulary import GrammarVocabulary
 from quire_server.answering.constraining.constraints import constraint
 from quire_server.answering.options import GenerationOptions, PromptOptions, Structure, Tool, ToolOptions
 from quire_server.text.parsing.formats import TOOL_FORMATS

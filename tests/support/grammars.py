@@ -9,8 +9,8 @@ from functools import cache
 
 from llguidance import LLMatcher, LLTokenizer
 
+from quire_engine.contract.grammar_vocabulary import GrammarVocabulary
 from quire_engine.demo import demo_model_path
-from quire_engine.grammar_vocabulary import GrammarVocabulary
 
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "server"), str(ROOT / "engine"), str(ROOT / "kernels")]
 
-from quire_engine.limits import SchedulerLimits  # noqa: E402
+from quire_engine.contract.limits import SchedulerLimits  # noqa: E402
 from quire_server.commands import engine, serve  # noqa: E402
 from quire_server.engine.restart_policy import RestartPolicy  # noqa: E402
 from quire_server.settings import ServerLimits  # noqa: E402

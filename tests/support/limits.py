@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire_engine.config import EngineConfig
-from quire_engine.limits import LIMIT_NAMES, SchedulerConfig, SchedulerLimits
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.limits import LIMIT_NAMES, SchedulerConfig, SchedulerLimits
 
 PLAIN_POLICIES = {"scheduling_policy": "fcfs", "preemption_victim": "youngest", "admission": "prompt"}
 

@@ -6,7 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from quire_engine.link_security import LinkSecurity, link_security
+from quire_engine.links.link_security import LinkSecurity, link_security
 from support.documents import section
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from quire_engine.types import GenerationRequest
+from quire_engine.contract.types import GenerationRequest
 from quire_server.dialects.messages.reply import MessageEvent, MessageObject
 from quire_server.text.parsing.formats import model_formats
 from quire_server.text.prompt import ChatTemplate

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire_engine.batch import Batch, ScheduledSequence
-from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.contract.batch import Batch, ScheduledSequence
+from quire_engine.contract.types import SamplingParams, StopParams
+from quire_engine.execution.kv.kv_storage import KVStorage
 from quire_engine.execution.model_input import ModelInput, lengths, model_input
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.decoder import Decoder
 from quire_engine.execution.models.weights import load_decoder, with_own_head
 from quire_engine.execution.step_tensors import step_tensors
-from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import KernelSet, KVFormat
 from quire_kernels.select import select
 

@@ -11,8 +11,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from quire_engine.config import EngineConfig, EnginePlan
-from quire_engine.link_security import LinkSecurity
+from quire_engine.contract.config import EngineConfig, EnginePlan
+from quire_engine.links.link_security import LinkSecurity
 from quire_server.engine.nodes.addresses import Address, Source
 from quire_server.engine.nodes.node import Node
 from quire_server.engine.nodes.node_set import NodeSet

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from quire_engine.batch import Batch
 from quire_engine.build import BuiltEngine
+from quire_engine.contract.batch import Batch
+from quire_engine.contract.types import GenerationRequest, StepOutput, TokenLogprobs
 from quire_engine.engine import Engine, StepExecutor
-from quire_engine.types import GenerationRequest, StepOutput, TokenLogprobs
 
 MAX_STEPS = 100_000
 

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.contract.kv_groups import one_group
+from quire_engine.execution.kv.kv_storage import KVStorage
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.weights import load_decoder
-from quire_engine.kv_groups import one_group
 from quire_engine.ranks import ALONE, Rank, heads_of_rank
 from quire_kernels.cpu.choice import load_chosen
 from quire_kernels.cpu.ops import cpu_kernel_set

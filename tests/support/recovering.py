@@ -1,6 +1,6 @@
 """A `Recovery` by plain calls, for the tests of what is sent again and of whom a crash is blamed on."""
 
-from quire_engine.types import (
+from quire_engine.contract.types import (
     EngineStats,
     GenerationRequest,
     SamplingParams,

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from quire_engine.batch import SampledToken, StepResult
+from quire_engine.contract.batch import SampledToken, StepResult
+from quire_engine.contract.types import SamplingParams, TokenLogprobs
 from quire_engine.execution import distribution
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.grammars import Grammars
@@ -20,7 +21,6 @@ from quire_engine.execution.finishing import Finisher, HostSections, Span
 from quire_engine.execution.logit_rules import SampleRow
 from quire_engine.execution.sampler import Sampler
 from quire_engine.execution.step_tensors import StepTensors
-from quire_engine.types import SamplingParams, TokenLogprobs
 from support.model_steps import scheduled
 
 

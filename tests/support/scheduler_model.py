@@ -11,12 +11,12 @@ from typing import get_args
 
 from hypothesis import strategies as st
 
-from quire_engine.limits import AdmissionName, SchedulerConfig, SchedulerLimits
+from quire_engine.contract.limits import AdmissionName, SchedulerConfig, SchedulerLimits
+from quire_engine.contract.types import BeamParams, GenerationRequest, Pooling, SamplingParams, StopParams, TokenOutput
 from quire_engine.scheduling.block_pool import BlockPool
 from quire_engine.scheduling.policies import ItlTarget, Policies, policies_for
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group
-from quire_engine.types import BeamParams, GenerationRequest, Pooling, SamplingParams, StopParams, TokenOutput
 from support.fake_executor import expected_tokens
 from support.limits import scheduler_config
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire_engine.config import EngineConfig, EnginePlan
+from quire_engine.contract.config import EngineConfig, EnginePlan
+from quire_engine.contract.types import EngineStats, GenerationRequest, StepOutput, TokenOutput
 from quire_engine.process.transport import Abort, Frame
-from quire_engine.types import EngineStats, GenerationRequest, StepOutput, TokenOutput
 from quire_server.engine.local_replicas import LocalReplicas
 from quire_server.engine.recovery import PROBE, Loss
 from quire_server.engine.replica_routing import Router

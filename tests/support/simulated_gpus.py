@@ -26,15 +26,15 @@ import quire_engine.build
 import quire_engine.build_rank
 import quire_engine.execution.executor
 from quire_engine.build import BuiltEngine, build
-from quire_engine.config import EngineConfig
-from quire_engine.errors import QuireError
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import QuireError
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.execution.parallel import devices
 from quire_engine.execution.proven_paths import unchecked
-from quire_engine.limits import SchedulerLimits
 from quire_engine.process import device_rank
 from quire_engine.ranks import Rank
 from quire_engine.tools import quality
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_kernels.ranks import TorchDistributed
 from support.checkpoints import shared_checkpoint
 from support.device_ranks import Launched

@@ -13,9 +13,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from quire_engine.contract.types import SamplingParams, StopParams
 from quire_engine.execution import distribution, sampler
 from quire_engine.execution.logit_rules import SampleRow
-from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import AttentionInput, AttentionRows, AttentionShape, ChoiceRows, KernelSet
 from quire_kernels.reference import REFERENCE
 from support.simulated_adapters import ADAPTED

@@ -27,13 +27,13 @@ import quire_engine.build
 import quire_engine.process.__main__ as engine_process
 import quire_engine.tools.prover.__main__ as prover
 from quire_engine.build import build
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
 from quire_engine.execution import proven_paths
 from quire_engine.execution.gpu.device import capture_on
+from quire_engine.execution.verdict import Verdict
 from quire_engine.tools.json_child import converse
 from quire_engine.tools.prover.work import Proof
 from quire_engine.tools.prover.workers import Patience, prove
-from quire_engine.verdict import Verdict
 from quire_kernels.kernel_set import KernelSet
 from quire_kernels.layer_program import run_layers
 from quire_kernels.optional_paths import (

@@ -10,8 +10,8 @@ import json
 import sys
 from collections.abc import Mapping
 
-from quire_server import launch
 from quire_server.commands import serve
+from quire_server.programs import launch
 
 
 def program(faults: Mapping[str, str]) -> tuple[str, ...]:

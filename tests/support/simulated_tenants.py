@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from quire_engine.batch import Batch, SampledToken, StepResult
-from quire_engine.limits import SchedulerConfig
+from quire_engine.contract.batch import Batch, SampledToken, StepResult
+from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.types import GenerationRequest, SamplingParams, ServiceClass, StopParams, TokenOutput
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import GenerationRequest, SamplingParams, ServiceClass, StopParams, TokenOutput
 
 PROMPT_COST, OUTPUT_COST = 1, 2
 

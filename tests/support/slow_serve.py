@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "server"), str(ROOT / "engine"), str(ROOT / "kernels")]
 
-from quire_server import launch  # noqa: E402
 from quire_server.commands import serve  # noqa: E402
+from quire_server.programs import launch  # noqa: E402
 
 ENGINE = Path(__file__).with_name("slow_engine.py")
 

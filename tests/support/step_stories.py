@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from quire_engine.batch import PENDING, Batch, Fork, ScheduledSequence, StepResult
-from quire_engine.types import Pooling, SamplingParams, StopParams
+from quire_engine.contract.batch import PENDING, Batch, Fork, ScheduledSequence, StepResult
+from quire_engine.contract.types import Pooling, SamplingParams, StopParams
 
 Execute = Callable[[Batch], StepResult]
 

@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from quire_engine.config import EngineConfig
-from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
 from quire_server.engine.kv_events.events import CacheListener
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import EngineState, Spare, Supervisor

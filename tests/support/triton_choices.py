@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from quire_engine.batch import SampledToken
+from quire_engine.contract.batch import SampledToken
+from quire_engine.contract.types import SamplingParams, StopParams
 from quire_engine.execution.logit_rules import SampleRow
-from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import ChoiceRows
 from support.guarded import DEVICE
 from support.sampling import sample

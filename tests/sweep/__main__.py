@@ -28,7 +28,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.execution.models.fallback.model_class import IMPLEMENTATION, ModelClass
 from quire_engine.execution.models.fallback.proof import SIZES, TOLERANCE, shrunk
 from support.fallback_steps import FallbackSteps

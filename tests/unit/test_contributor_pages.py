@@ -12,8 +12,8 @@ from typing import get_args
 import pytest
 
 from architecture.source import modules
+from quire_engine.contract.types import WAIT_REASONS
 from quire_engine.scheduling.log.request_life import Phase
-from quire_engine.types import WAIT_REASONS
 from quire_server.app import ROUTERS
 from quire_server.commands.diagnosis import causes
 from quire_server.metrics.metrics import Metrics

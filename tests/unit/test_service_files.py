@@ -16,7 +16,7 @@ import yaml
 
 from quire_server.cli import COMMANDS
 from quire_server.flags import parse_flags
-from quire_server.launch import BAD_USAGE
+from quire_server.programs.launch import BAD_USAGE
 from quire_server.settings import Settings
 
 ROOT = Path(__file__).parents[2]

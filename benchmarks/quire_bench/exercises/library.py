@@ -21,13 +21,13 @@ _ON_A_CPU = ("env", "QUIRE_DEVICE=cpu", "QUIRE_KV_MEMORY=8MiB")
 WITHOUT_A_MODEL = """\
 import sys
 
-from quire_engine.batch import SampledToken, StepResult
-from quire_engine.limits import SchedulerConfig
+from quire_engine.contract.batch import SampledToken, StepResult
+from quire_engine.contract.limits import SchedulerConfig
 from quire_engine.scheduling.block_pool import BlockPool
 from quire_engine.scheduling.blocks import PageTable
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.sequence import Sequence
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 
 print(*(each.__name__ for each in (BlockPool, PageTable, Sequence, Scheduler)))
 

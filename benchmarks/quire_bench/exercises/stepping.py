@@ -18,7 +18,7 @@ from quire_bench.facts.fact import Fact, NotShown, equal, renamed
 from quire_bench.facts.live import Live
 from quire_bench.facts.logs import arrivals_of, lengths_by_request, recorded
 from quire_bench.servers import BenchError
-from quire_engine.batch import Batch
+from quire_engine.contract.batch import Batch
 from quire_engine.simulation.lengths import exercise_setup, rows_of
 from quire_engine.simulation.outcome import Moment, Outcome
 from quire_engine.simulation.plotting import svg, terminal

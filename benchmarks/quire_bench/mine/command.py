@@ -21,8 +21,8 @@ from quire_bench.mine.schedulers import OurScheduler, StaticScheduler
 from quire_bench.mine.serving import MACHINE, Bench, ModelProcess, Served, serving_load
 from quire_bench.peer_rate import PeerRate, peer_rate
 from quire_bench.servers import BenchError, Peer
+from quire_engine.contract.errors import ConfigError, ModelLoadError
 from quire_engine.demo import demo_model_path
-from quire_engine.errors import ConfigError, ModelLoadError
 
 DONE, FAULTY, BAD_USAGE = 0, 1, 2
 _VOCABULARY = 256  # token ids of the prompts: every model has them

@@ -18,9 +18,9 @@ from typing import Any, Self
 
 from quire_bench.mine.referee import Arrival, Counts, Machine, Plan, Referee, Request, SchedulerUnderTest, Slice
 from quire_bench.workload import Job
-from quire_engine.config import EngineConfig
-from quire_engine.errors import ConfigError, ModelLoadError
-from quire_engine.limits import SchedulerLimits
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError, ModelLoadError
+from quire_engine.contract.limits import SchedulerLimits
 from quire_engine.own_modules import module_command
 from quire_engine.simulation.kv_memory import kv_shape
 

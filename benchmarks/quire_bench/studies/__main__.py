@@ -16,7 +16,7 @@ from rich.table import Table
 
 from quire_bench.studies.admission import compare, table
 from quire_bench.studies.published import EXERCISES, WITH_DATA, Check
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 
 ADMISSION = "admission"
 _ADMISSION_TEXT = "admission by expected growth against admission by the prompt, on loads that fill the pool"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from quire_engine.batch import Batch
+from quire_engine.contract.batch import Batch
 from quire_engine.simulation.requests import number_of
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.simulator import simulate

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire_bench.studies.fairness import shares
-from quire_engine.batch import Batch
+from quire_engine.contract.batch import Batch
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.cost_model import CostModel
-from quire_engine.errors import ConfigError
-from quire_engine.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.simulation.lengths import exercise_setup, rows_of
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.simulator import simulate

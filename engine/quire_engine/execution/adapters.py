@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quire_engine.config import EngineConfig
-from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError, ModelLoadError
+from quire_engine.contract.types import Adapter, AdaptersInUse
 from quire_engine.execution.load_thread import LoadThread
 from quire_engine.execution.model_input import host_tensor
 from quire_engine.execution.models.adapter import ReadAdapter, adapted_products, most_adapter_bytes, read_adapter
@@ -24,7 +25,6 @@ from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.served import ModelFacts
 from quire_engine.execution.models.sites import SITES
 from quire_engine.execution.step_tensors import StepTensors
-from quire_engine.types import Adapter, AdaptersInUse
 from quire_kernels.kernel_set import AdaptedOps, AdapterSites, KernelSet, StepAdapters
 from quire_kernels.low_rank import LowRank, LowRankMatrix
 

@@ -9,7 +9,7 @@ import logging
 
 import torch
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_engine.machine import usable_cores, why_no_gpu
 
 _log = logging.getLogger(__name__)

@@ -18,10 +18,11 @@ from typing import Protocol
 
 import torch
 
-from quire_engine.batch import Batch, StepResult
-from quire_engine.config import Fault
-from quire_engine.drafts import most_drafted_rows
-from quire_engine.errors import ConfigError
+from quire_engine.contract.batch import Batch, StepResult
+from quire_engine.contract.config import Fault
+from quire_engine.contract.drafts import most_drafted_rows
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.limits import SchedulerLimits
 from quire_engine.execution.adapters import AdapterCache
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.fault_points import FaultPoints
@@ -32,12 +33,11 @@ from quire_engine.execution.gpu.resident import RunnerLimits
 from quire_engine.execution.gpu.runner import GpuRunner
 from quire_engine.execution.gpu.swaps import StreamedKV, staging_blocks
 from quire_engine.execution.gpu.told import Told
-from quire_engine.execution.kv_storage import HostBlocks, HostKV, KVBlocks, KVStorage
+from quire_engine.execution.kv.kv_storage import HostBlocks, HostKV, KVBlocks, KVStorage
+from quire_engine.execution.kv.pool_rows import PoolRows
 from quire_engine.execution.models.served import ServedModel
-from quire_engine.execution.pool_rows import PoolRows
 from quire_engine.execution.runner import Computed, Runner
 from quire_engine.execution.step_recovery import recover
-from quire_engine.limits import SchedulerLimits
 from quire_kernels.kernel_set import KernelSet
 from quire_kernels.reference import REFERENCE
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from quire_engine.batch import Batch, ScheduledSequence
-from quire_engine.config import STEP_POINTS, Fault
+from quire_engine.contract.batch import Batch, ScheduledSequence
+from quire_engine.contract.config import STEP_POINTS, Fault
 
 EXIT_CODE = 86
 _NO_NUMBER = 0xFF  # as every byte it is NaN in each floating type, and the scale of an int8 pool with it

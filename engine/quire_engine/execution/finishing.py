@@ -16,14 +16,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from quire_engine.batch import POOLED_BITS, SampledToken, ScheduledSequence, StepResult
+from quire_engine.contract.batch import POOLED_BITS, SampledToken, ScheduledSequence, StepResult
+from quire_engine.contract.types import NO_CANDIDATE, NON_FINITE, TokenLogprobs
 from quire_engine.execution import distribution
 from quire_engine.execution.constrained.constraints import Allowed, Constraints
 from quire_engine.execution.logit_rules import SampleRow
 from quire_engine.execution.model_input import host_tensor
 from quire_engine.execution.models.served import ModelFacts
 from quire_engine.execution.step_tensors import StepTensors
-from quire_engine.types import NO_CANDIDATE, NON_FINITE, TokenLogprobs
 
 # Of one pooled value. Behind a norm they are a few thousand at most; 2^17 rows of such values fit 64 bits in units.
 MOST_POOLED = float(1 << 13)

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quire_engine.config import EngineConfig
-from quire_engine.errors import ConfigError
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.types import SamplingParams, StopParams
 from quire_engine.execution import distribution
 from quire_engine.execution.distribution import uniform
 from quire_engine.execution.logit_rules import SampleRow
@@ -21,7 +22,6 @@ from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.found import FoundModel
 from quire_engine.execution.progress import Tell
 from quire_engine.execution.sampler import Sampler
-from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import ChoiceRows, KernelSet, KVFormat
 from quire_kernels.select import select
 from quire_kernels.verify.checks import ModelSizes, short_checks

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Generic, NamedTuple, TypeVar
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.execution.models.checkpoint import StoredTensors
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.matrix_parts import WeightSource

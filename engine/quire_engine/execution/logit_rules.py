@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire_engine.batch import ScheduledSequence
-from quire_engine.types import SamplingParams, StopParams
+from quire_engine.contract.batch import ScheduledSequence
+from quire_engine.contract.types import SamplingParams, StopParams
 
 _MIN_TEMPERATURE = 1e-5
 SECOND_STREAM = 1 << 32  # more than there are choices

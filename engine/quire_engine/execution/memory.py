@@ -11,20 +11,20 @@ from typing import Protocol
 
 import torch
 
-from quire_engine.batch import Batch, ScheduledSequence
-from quire_engine.config import EngineConfig
-from quire_engine.drafts import most_drafted_rows
-from quire_engine.errors import ConfigError
+from quire_engine.contract.batch import Batch, ScheduledSequence
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.drafts import most_drafted_rows
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.kv_groups import KVLayout
+from quire_engine.contract.types import SamplingParams, StopParams
 from quire_engine.execution.adapters import AdapterCache, adapter_scratch
 from quire_engine.execution.executor import Executor, make_executor, runs_by_itself, spare_blocks
 from quire_engine.execution.gpu.graphs import GRAPH_BYTES, MOST_GRAPHS, MOST_MIXED_ROWS
-from quire_engine.execution.kv_storage import KVStorage, block_bytes
+from quire_engine.execution.kv.kv_storage import KVStorage, block_bytes
 from quire_engine.execution.models.served import ModelFacts, ServedModel
 from quire_engine.execution.runner import LOGITS_BYTES
-from quire_engine.kv_groups import KVLayout
 from quire_engine.machine import available_memory
 from quire_engine.memory_plan import PoolSize, bytes_text, cpu_pool_bytes, gpu_pool_bytes
-from quire_engine.types import SamplingParams, StopParams
 from quire_kernels.kernel_set import KernelSet
 
 _log = logging.getLogger(__name__)

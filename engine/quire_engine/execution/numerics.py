@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
 from quire_engine.execution.models.checkpoint import fingerprint
 from quire_kernels.kernel_set import KernelSet
 

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 
 import quire_kernels
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
 from quire_engine.execution.kernel_checks import model_sizes, repaired
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.found import FoundModel
 from quire_engine.execution.progress import Tell
+from quire_engine.execution.verdict import Verdict, verdict_of
 from quire_engine.machine import gpu_driver
 from quire_engine.own_modules import module_command
-from quire_engine.verdict import Verdict, verdict_of
 from quire_kernels.kernel_set import KernelSet, KVFormat
 from quire_kernels.optional_paths import FLASH_ATTENTION, FP8_CACHE, NAMES, PACKED_WEIGHTS, PATHS
 from quire_kernels.provider import Requirements

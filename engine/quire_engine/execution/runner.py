@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire_engine.batch import Batch, StepResult
+from quire_engine.contract.batch import Batch, StepResult
 from quire_engine.execution.adapters import AdapterCache
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.grammars import Grammars

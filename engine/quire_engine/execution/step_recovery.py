@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from quire_engine.batch import Batch, ScheduledSequence, StepResult
-from quire_engine.types import MODEL_FAILED
+from quire_engine.contract.batch import Batch, ScheduledSequence, StepResult
+from quire_engine.contract.types import MODEL_FAILED
 from quire_kernels.ranks import RankLost
 
 _log = logging.getLogger(__name__)

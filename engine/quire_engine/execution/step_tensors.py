@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from quire_engine.batch import PENDING, Batch, ScheduledSequence
-from quire_engine.decodes import BatchInColumns, Decodes
+from quire_engine.contract.batch import PENDING, Batch, ScheduledSequence
+from quire_engine.contract.decodes import BatchInColumns, Decodes
 from quire_engine.execution.logit_rules import SampleRow, draws, id_error, may_have_rules
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from quire_engine.errors import ConfigError, ModelLoadError, ProtocolError
+from quire_engine.contract.errors import ConfigError, ModelLoadError, ProtocolError
 from quire_engine.machine import die_with_parent, leave_signals_to_parent
 from quire_engine.process.transport import Frame, FrameDecoder, LoadProgress, StartFailed, encode_frame
 
@@ -64,7 +64,7 @@ def main(fd: int, parent_pid: int) -> None:
     gc.disable()
     # Before START is read: importing torch takes most of a start, and a spare process has it done in advance.
     from quire_engine.build import build  # noqa: PLC0415
-    from quire_engine.config import EngineConfig  # noqa: PLC0415
+    from quire_engine.contract.config import EngineConfig  # noqa: PLC0415
     from quire_engine.engine import Engine  # noqa: PLC0415
     from quire_engine.process.loop import EngineLoop, Garbage  # noqa: PLC0415
     from quire_engine.process.pace import Pace  # noqa: PLC0415

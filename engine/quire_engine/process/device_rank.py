@@ -12,8 +12,8 @@ import json
 import sys
 from typing import BinaryIO
 
-from quire_engine.config import engine_config
-from quire_engine.errors import QuireError
+from quire_engine.contract.config import engine_config
+from quire_engine.contract.errors import QuireError
 from quire_engine.process.rank import begin_child
 from quire_engine.ranks import LENGTH_BYTES
 

@@ -10,12 +10,12 @@ import time
 from collections.abc import Iterable
 from socket import socket
 
-from quire_engine.config import Fault
+from quire_engine.contract.config import Fault
+from quire_engine.contract.types import StepOutput
 from quire_engine.engine import Engine
 from quire_engine.process.loop import EngineLoop, Garbage
 from quire_engine.process.pace import Pace
 from quire_engine.process.transport import Frame, FrameDecoder
-from quire_engine.types import StepOutput
 
 EXIT_CODE = 87
 _GARBAGE = b"\xff" * 64

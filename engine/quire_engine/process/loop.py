@@ -17,8 +17,9 @@ from typing import Any
 
 import msgspec
 
+from quire_engine.contract.errors import ProtocolError, Unanswerable
+from quire_engine.contract.types import PACE, GenerationRequest
 from quire_engine.engine import Engine
-from quire_engine.errors import ProtocolError, Unanswerable
 from quire_engine.process.pace import Pace
 from quire_engine.process.transport import (
     Abort,
@@ -34,7 +35,6 @@ from quire_engine.process.transport import (
     Shutdown,
     encode_frame,
 )
-from quire_engine.types import PACE, GenerationRequest
 
 MAX_BODY_BYTES = 8 << 20  # every stream waits while an answer is made and sent
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from quire_engine.errors import Unanswerable
+from quire_engine.contract.errors import Unanswerable
 
 Mode = Literal["run", "pause", "slow"]
 MODES: tuple[Mode, ...] = ("run", "pause", "slow")

@@ -15,8 +15,8 @@ import signal
 import sys
 from typing import TextIO
 
-from quire_engine.config import engine_config
-from quire_engine.errors import QuireError
+from quire_engine.contract.config import engine_config
+from quire_engine.contract.errors import QuireError
 from quire_engine.machine import die_with_parent, leave_signals_to_parent
 
 

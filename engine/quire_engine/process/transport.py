@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from quire_engine.config import EngineConfig, EnginePlan
-from quire_engine.errors import ProtocolError
-from quire_engine.token_columns import OTHER_FIELDS, Outputs, StepInColumns, Stream
-from quire_engine.types import EngineHealth, GenerationRequest, StepOutput
+from quire_engine.contract.config import EngineConfig, EnginePlan
+from quire_engine.contract.errors import ProtocolError
+from quire_engine.contract.token_columns import OTHER_FIELDS, Outputs, StepInColumns, Stream
+from quire_engine.contract.types import EngineHealth, GenerationRequest, StepOutput
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 _HEADER = 5

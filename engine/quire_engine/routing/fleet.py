@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from quire_engine.contract.types import TenantStats
 from quire_engine.routing.views import ReplicaView
-from quire_engine.types import TenantStats
 
 
 class TenantService:

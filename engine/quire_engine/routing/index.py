@@ -9,8 +9,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
-from quire_engine.block_hashes import MOST_ROUTED
-from quire_engine.types import PrefixChanges
+from quire_engine.contract.block_hashes import MOST_ROUTED
+from quire_engine.contract.types import PrefixChanges
 
 MOST_BLOCKS = 16_384  # known blocks of one replica; the deepest are dropped first
 _WORTH_CLEANING = 1024  # entries of a shelf that are not worth a clean-up

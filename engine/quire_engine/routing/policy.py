@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_engine.routing.prediction import NEVER_SLOWER, predicted_ttft
 from quire_engine.routing.views import Blocks, NoReplica, ReplicaView, Route, RoutePolicy, RouteRequest
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from quire_engine.contract.errors import QuireError
+from quire_engine.contract.limits import SchedulerLimits
 from quire_engine.cost_model import CostModel
-from quire_engine.errors import QuireError
-from quire_engine.limits import SchedulerLimits
 
 ReplicaState = Literal["ready", "draining", "silent"]
 

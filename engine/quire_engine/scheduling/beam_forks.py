@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quire_engine.batch import SampledToken, ScheduledSequence
-from quire_engine.invariants import InvariantViolation
+from quire_engine.contract.batch import SampledToken, ScheduledSequence
+from quire_engine.contract.invariants import InvariantViolation
+from quire_engine.contract.types import NO_CANDIDATE, TokenLogprobs, TokenOutput
 from quire_engine.scheduling.beams import BeamSearch
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.log.step_log import StepLog
 from quire_engine.scheduling.outputs import beam_output, error_outputs
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group
-from quire_engine.types import NO_CANDIDATE, TokenLogprobs, TokenOutput
 
 
 class BeamForks:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, TokenLogprobs
+from quire_engine.contract.types import BeamParams, GenerationRequest, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from quire_engine.invariants import InvariantViolation, require, require_same
+from quire_engine.contract.invariants import InvariantViolation, require, require_same
 from quire_engine.scheduling.cache_shares import CacheShares, Owner, PinnedBlocks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from quire_engine.kv_groups import WHOLE, KVGroup
+from quire_engine.contract.kv_groups import WHOLE, KVGroup
 from quire_engine.scheduling.cache_shares import Owner
 
 PASSED = 0  # in entries that hold no block, because every position in them lies behind the window; never read

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
-from quire_engine.invariants import require
-from quire_engine.types import PinEvent
+from quire_engine.contract.invariants import require
+from quire_engine.contract.types import PinEvent
 
 Key = TypeVar("Key", int, bytes)
 PINNED_SHARE = 0.25  # of a pool, for prefixes that requests keep for a time

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quire_engine.batch import PENDING
-from quire_engine.decodes import Column, DecodeRow, Decodes
-from quire_engine.invariants import InvariantViolation, require
+from quire_engine.contract.batch import PENDING
+from quire_engine.contract.decodes import Column, DecodeRow, Decodes
+from quire_engine.contract.invariants import InvariantViolation, require
+from quire_engine.contract.token_columns import Stream
 from quire_engine.scheduling.account import Account
 from quire_engine.scheduling.blocks import SequenceKV
 from quire_engine.scheduling.kv_allocator import KVAllocator, fill, grow
 from quire_engine.scheduling.sequence import MOST_STOP_IDS, Group, Sequence
-from quire_engine.token_columns import Stream
 
 FEWEST = 16  # running sequences: with fewer the fixed costs of columns are more than they save
 _NONE = -2  # in place of a stop id; no token has it, nor is it PENDING

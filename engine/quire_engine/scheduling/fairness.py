@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 
+from quire_engine.contract.types import GenerationRequest, TenantStats
 from quire_engine.scheduling.account import Account, size_class
 from quire_engine.scheduling.sequence import Group
 from quire_engine.scheduling.step_plan import StepPlan
-from quire_engine.types import GenerationRequest, TenantStats
 
 
 class Accounts:

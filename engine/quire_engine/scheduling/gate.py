@@ -5,9 +5,9 @@ The elder rule can finish every request that passes; a refused one could not fin
 
 from __future__ import annotations
 
-from quire_engine.errors import InfeasibleRequest
-from quire_engine.limits import SchedulerConfig
-from quire_engine.types import GenerationRequest
+from quire_engine.contract.errors import InfeasibleRequest
+from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.types import GenerationRequest
 
 
 def check_request(config: SchedulerConfig, request: GenerationRequest) -> None:

@@ -12,16 +12,16 @@ from collections.abc import Sequence as Values
 from dataclasses import dataclass, replace
 from itertools import repeat
 
-from quire_engine.block_hashes import block_hash, prompt_hashes, root_hash
-from quire_engine.block_store import MOST_FETCHED, BlockPeers, BlockStore, Payload, StoreCounts, TransferCounts
-from quire_engine.limits import SchedulerConfig
-from quire_engine.roles import LATE_SECONDS, latest_arrival
+from quire_engine.contract.block_hashes import block_hash, prompt_hashes, root_hash
+from quire_engine.contract.block_store import MOST_FETCHED, BlockPeers, BlockStore, Payload, StoreCounts, TransferCounts
+from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.roles import LATE_SECONDS, latest_arrival
+from quire_engine.contract.types import TRANSFER_EVENTS, EngineStats, GenerationRequest
 from quire_engine.scheduling.blocks import PrefixMatch
 from quire_engine.scheduling.kv_allocator import KVAllocator, adopt, holds, tell
 from quire_engine.scheduling.log.step_log import StepLog
 from quire_engine.scheduling.sequence import Sequence
 from quire_engine.scheduling.swapping import SwapCost, Swapping, allocator_for
-from quire_engine.types import TRANSFER_EVENTS, EngineStats, GenerationRequest
 
 LEAST_TOKENS = 512  # of a prompt that is kept though no other request has begun with its blocks
 _PATIENCE = 5.0  # seconds without any block read, after which requests compute instead

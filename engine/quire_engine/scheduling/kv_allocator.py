@@ -9,17 +9,17 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Set
 from itertools import chain, repeat
 
-from quire_engine.block_hashes import block_hash, root_hash, short_name
-from quire_engine.block_record import HeldBlock
-from quire_engine.invariants import require, require_same
-from quire_engine.kv_groups import WHOLE, KVGroup
-from quire_engine.limits import SchedulerConfig
+from quire_engine.contract.block_hashes import block_hash, root_hash, short_name
+from quire_engine.contract.block_record import HeldBlock
+from quire_engine.contract.invariants import require, require_same
+from quire_engine.contract.kv_groups import WHOLE, KVGroup
+from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.types import GenerationRequest
 from quire_engine.scheduling.block_pool import BlockPool
 from quire_engine.scheduling.blocks import NO_MATCH, NO_MOVES, Moves, PageTable, PrefixMatch
 from quire_engine.scheduling.cache_shares import Owner, PinnedBlocks
 from quire_engine.scheduling.prefix_cache import NOT_TOLD, GroupCaches, PrefixCache, Recorder, Tails, num_common
 from quire_engine.scheduling.sequence import Content, Promise, Sequence
-from quire_engine.types import GenerationRequest
 
 Copy = tuple[int, int]  # (source block, target block)
 _WEIGHT = 1 / 64  # of the newest block in the average share of merged ones

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from quire_engine.batch import SampledToken
-from quire_engine.scheduling.beams import Hypothesis
-from quire_engine.scheduling.sequence import Group, Sequence
-from quire_engine.types import (
+from quire_engine.contract.batch import SampledToken
+from quire_engine.contract.types import (
     DEADLINE_EXCEEDED,
     DEADLINE_PASSED,
     FinishReason,
@@ -20,6 +18,8 @@ from quire_engine.types import (
     TokenLogprobs,
     TokenOutput,
 )
+from quire_engine.scheduling.beams import Hypothesis
+from quire_engine.scheduling.sequence import Group, Sequence
 
 
 def token_output(

@@ -26,8 +26,9 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Values
 from itertools import chain, takewhile
 
-from quire_engine.invariants import InvariantViolation, require
-from quire_engine.limits import SchedulerLimits
+from quire_engine.contract.invariants import InvariantViolation, require
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import PreemptionCause, WaitReason
 from quire_engine.scheduling.blocks import NO_MATCH, PrefixMatch
 from quire_engine.scheduling.decode_columns import DecodeColumns
 from quire_engine.scheduling.fairness import Accounts
@@ -39,7 +40,6 @@ from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.shares import ClassShares, TenantShares
 from quire_engine.scheduling.step_plan import StepPlan
 from quire_engine.scheduling.swapping import Swapping
-from quire_engine.types import PreemptionCause, WaitReason
 
 
 class Planner:

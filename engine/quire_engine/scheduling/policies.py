@@ -11,7 +11,7 @@ from collections.abc import Sequence as Values
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire_engine.limits import AdmissionName, SchedulerLimits, VictimName
+from quire_engine.contract.limits import AdmissionName, SchedulerLimits, VictimName
 from quire_engine.scheduling.account import OUTPUT_COST
 from quire_engine.scheduling.fairness import FairQueue
 from quire_engine.scheduling.forecast import ByExpectedPeak, ByPrompt, CapacityPolicy

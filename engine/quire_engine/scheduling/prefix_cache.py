@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-from quire_engine.block_hashes import MOST_ROUTED, short_name
-from quire_engine.invariants import require
-from quire_engine.kv_groups import KVGroup
+from quire_engine.contract.block_hashes import MOST_ROUTED, short_name
+from quire_engine.contract.invariants import require
+from quire_engine.contract.kv_groups import KVGroup
+from quire_engine.contract.types import CacheEvent, GenerationRequest, PrefixChanges
 from quire_engine.scheduling.blocks import PASSED
-from quire_engine.types import CacheEvent, GenerationRequest, PrefixChanges
 
 NOT_TOLD = -1  # in place of a block's depth: routers do not learn of it
 _MOST_TOLD = 4096  # blocks in one frame

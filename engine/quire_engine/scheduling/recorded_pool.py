@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quire_engine.batch import Batch
-from quire_engine.block_record import BlockRecord
+from quire_engine.contract.batch import Batch
+from quire_engine.contract.block_record import BlockRecord
 from quire_engine.scheduling.kv_allocator import KVAllocator, is_registered, parent_of, record_in, scope_of, take_over
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Sequence

@@ -9,13 +9,13 @@ from bisect import insort
 from collections.abc import Iterable
 from itertools import count
 
-from quire_engine.adapter_use import AdapterUse
-from quire_engine.invariants import require
+from quire_engine.contract.invariants import require
+from quire_engine.contract.types import PREEMPTION_CAUSES, GenerationRequest, PreemptionCause
+from quire_engine.scheduling.adapter_use import AdapterUse
 from quire_engine.scheduling.blocks import PageTable, PrefixMatch, SequenceKV
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.policies import OrderPolicy
 from quire_engine.scheduling.sequence import Group, Sequence
-from quire_engine.types import PREEMPTION_CAUSES, GenerationRequest, PreemptionCause
 
 
 class Roster:

@@ -9,13 +9,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from quire_engine.batch import Batch, StepResult
-from quire_engine.block_record import BlockRecord
-from quire_engine.block_store import BlockPeers, BlockStore
-from quire_engine.decodes import BatchInColumns
-from quire_engine.errors import InfeasibleRequest
-from quire_engine.invariants import require
-from quire_engine.limits import SchedulerConfig
+from quire_engine.contract.batch import Batch, StepResult
+from quire_engine.contract.block_record import BlockRecord
+from quire_engine.contract.block_store import BlockPeers, BlockStore
+from quire_engine.contract.decodes import BatchInColumns
+from quire_engine.contract.errors import InfeasibleRequest
+from quire_engine.contract.invariants import require
+from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.token_columns import Outputs
+from quire_engine.contract.types import EngineStats, GenerationRequest, TokenOutput
 from quire_engine.scheduling.decode_columns import FEWEST, DecodeColumns
 from quire_engine.scheduling.gate import check_request
 from quire_engine.scheduling.kept_prefixes import Allocate, KeptPrefixes, allocator_with
@@ -28,8 +30,6 @@ from quire_engine.scheduling.recorded_pool import RecordedPool
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.speculation import Speculate
 from quire_engine.scheduling.step_results import StepResults
-from quire_engine.token_columns import Outputs
-from quire_engine.types import EngineStats, GenerationRequest, TokenOutput
 
 
 class Scheduler:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from operator import add
 from typing import Literal, Protocol
 
-from quire_engine.batch import PENDING, POOLED_BITS
-from quire_engine.invariants import require
+from quire_engine.contract.batch import PENDING, POOLED_BITS
+from quire_engine.contract.invariants import require
+from quire_engine.contract.types import GenerationRequest, Pooling, SamplingParams, TokenLogprobs, WaitReason
 from quire_engine.scheduling.account import Account
 from quire_engine.scheduling.beams import BeamSearch
 from quire_engine.scheduling.blocks import SequenceKV
-from quire_engine.types import GenerationRequest, Pooling, SamplingParams, TokenLogprobs, WaitReason
 
 # The hash of a full block; for a partial one the hash of all blocks before it, and its first tokens.
 Content = bytes | tuple[bytes, tuple[int, ...]]

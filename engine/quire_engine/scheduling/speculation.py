@@ -14,12 +14,12 @@ from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from quire_engine.batch import PENDING
-from quire_engine.drafts import MOST_DRAFTS, Draft, Drafter, Wish
+from quire_engine.contract.batch import PENDING
+from quire_engine.contract.drafts import MOST_DRAFTS, Draft, Drafter, Wish
+from quire_engine.contract.types import NO_DRAFT_CAUSES, NoDraftCause
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.sequence import Sequence
 from quire_engine.scheduling.step_plan import StepPlan
-from quire_engine.types import NO_DRAFT_CAUSES, NoDraftCause
 
 _WEIGHT = 0.2  # of the newest draft in a moving average
 _KINDS = (3, 5, 9, 17)  # where one kind of match lengths ends and the next begins

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from quire_engine.batch import Batch, Fork, ScheduledSequence
-from quire_engine.decodes import BatchInColumns, Decodes
+from quire_engine.contract.batch import Batch, Fork, ScheduledSequence
+from quire_engine.contract.decodes import BatchInColumns, Decodes
 from quire_engine.scheduling.blocks import NO_MOVES, Moves
 from quire_engine.scheduling.decode_columns import Layout
 from quire_engine.scheduling.sequence import Group, Sequence

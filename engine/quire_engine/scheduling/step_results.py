@@ -9,8 +9,10 @@ from itertools import chain
 
 import numpy as np
 
-from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult, num_accepted
-from quire_engine.decodes import BatchInColumns, Column, Decodes
+from quire_engine.contract.batch import Batch, SampledToken, ScheduledSequence, StepResult, num_accepted
+from quire_engine.contract.decodes import BatchInColumns, Column, Decodes
+from quire_engine.contract.token_columns import Outputs
+from quire_engine.contract.types import NON_FINITE, FinishReason, TokenOutput
 from quire_engine.scheduling.beam_forks import BeamForks
 from quire_engine.scheduling.decode_columns import DecodeColumns
 from quire_engine.scheduling.kv_allocator import KVAllocator
@@ -27,8 +29,6 @@ from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.speculation import Speculation
 from quire_engine.scheduling.swapping import Swapping
-from quire_engine.token_columns import Outputs
-from quire_engine.types import NON_FINITE, FinishReason, TokenOutput
 
 MAX_STARVED = 3  # preemptions of one request for lack of device memory, before it fails
 

@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Values
 from dataclasses import replace
 
-from quire_engine.invariants import require
-from quire_engine.limits import SchedulerConfig
+from quire_engine.contract.invariants import require
+from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.types import EngineStats
 from quire_engine.scheduling.blocks import NO_MOVES, Moves, PrefixMatch, Swapped
 from quire_engine.scheduling.cache_shares import CacheShares, Owner
 from quire_engine.scheduling.kv_allocator import KVAllocator, tell, tell_stored
 from quire_engine.scheduling.sequence import Group, Sequence
-from quire_engine.types import EngineStats
 
 
 def allocator_for(config: SchedulerConfig, stored: Iterable[bytes] = ()) -> tuple[KVAllocator, Swapping | None]:

@@ -15,9 +15,10 @@ from itertools import takewhile
 from math import log
 from zlib import crc32
 
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import PrefixChanges
 from quire_engine.cost_model import CostModel
-from quire_engine.errors import ConfigError
-from quire_engine.limits import SchedulerLimits
 from quire_engine.routing.prediction import prompt_tokens_a_step
 from quire_engine.routing.views import ReplicaView
 from quire_engine.scheduling.account import size_class
@@ -33,7 +34,6 @@ from quire_engine.simulation.prompt_replicas import FirstToken
 from quire_engine.simulation.report import percentile
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.traces import TraceRow
-from quire_engine.types import PrefixChanges
 
 VIEW_SECONDS = 0.05  # how old a view may be: a replica tells of itself once a step
 

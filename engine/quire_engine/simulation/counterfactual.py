@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from quire_engine.contract.errors import ConfigError
 from quire_engine.cost_model import CostModel
-from quire_engine.errors import ConfigError
 from quire_engine.simulation.contents import Contents
 from quire_engine.simulation.fitting import fit_all
 from quire_engine.simulation.recorded import Recording

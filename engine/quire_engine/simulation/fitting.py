@@ -13,8 +13,8 @@ from itertools import combinations
 from statistics import fmean, median
 from typing import Any
 
+from quire_engine.contract.errors import ConfigError
 from quire_engine.cost_model import CostModel, StepSizes
-from quire_engine.errors import ConfigError
 
 LARGEST_ERROR = 0.15  # of a cost model that a simulation may rest on
 _HELD_OUT = 0.2

@@ -13,10 +13,11 @@ from heapq import heapify, heappop
 from itertools import pairwise, takewhile
 from typing import Protocol
 
-from quire_engine.block_hashes import prompt_hashes, routed_names
+from quire_engine.contract.block_hashes import prompt_hashes, routed_names
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.roles import CHUNK_FOR_OTHERS
+from quire_engine.contract.types import PrefixChanges, TokenOutput
 from quire_engine.cost_model import CostModel
-from quire_engine.errors import ConfigError
-from quire_engine.roles import CHUNK_FOR_OTHERS
 from quire_engine.routing.fleet import WantedReplicas, request_seconds
 from quire_engine.routing.index import PrefixIndex
 from quire_engine.routing.policy import route_policy
@@ -28,7 +29,6 @@ from quire_engine.simulation.requests import as_request
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.simulator import Simulation
 from quire_engine.simulation.traces import TraceRow
-from quire_engine.types import PrefixChanges, TokenOutput
 
 MOST_STEP_REPLICAS = 16  # replicas that are simulated step by step; more take too long
 ASK_SECONDS = 5.0  # between two questions for the number of replicas that are wanted

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from math import log10
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_engine.routing.prediction import prompt_seconds, prompt_tokens_a_step
 from quire_engine.routing.views import ReplicaView
 from quire_engine.simulation.coarse import Fit, simulate_coarsely

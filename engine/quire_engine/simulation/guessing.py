@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from zlib import crc32
 
-from quire_engine.batch import SampledToken
-from quire_engine.drafts import Draft, Wish
+from quire_engine.contract.batch import SampledToken
+from quire_engine.contract.drafts import Draft, Wish
 from quire_engine.simulation.requests import LAST_TOKEN
 
 _WRONG = -1  # a token that no request has

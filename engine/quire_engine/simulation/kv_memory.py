@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.contract.errors import ConfigError, ModelLoadError
+from quire_engine.contract.kv_groups import KVGroup, KVHeads, KVLayout, Window, kv_layout
 from quire_engine.gguf import typed_name
-from quire_engine.kv_groups import KVGroup, KVHeads, KVLayout, Window, kv_layout
 from quire_engine.ranks import heads_of_rank
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float8_e4m3fn": 1, "int8": 1}

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quire_engine.errors import ConfigError
-from quire_engine.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.traces import TraceRow
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from quire_engine.contract.types import PreemptionCause
 from quire_engine.simulation.traces import TraceRow
-from quire_engine.types import PreemptionCause
 
 
 @dataclass(slots=True, kw_only=True)

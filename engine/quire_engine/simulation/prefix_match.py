@@ -7,9 +7,9 @@ Promises: nothing but the match differs.
 
 from __future__ import annotations
 
-from quire_engine.block_hashes import root_hash
-from quire_engine.errors import ConfigError
-from quire_engine.limits import SchedulerConfig
+from quire_engine.contract.block_hashes import root_hash
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.limits import SchedulerConfig
 from quire_engine.scheduling.blocks import NO_MATCH, PrefixMatch
 from quire_engine.scheduling.kept_prefixes import Allocate
 from quire_engine.scheduling.kv_allocator import KVAllocator, leave_out_tails

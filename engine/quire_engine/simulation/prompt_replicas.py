@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
 
-from quire_engine.roles import is_worth_passing_on, latest_arrival
+from quire_engine.contract.roles import is_worth_passing_on, latest_arrival
+from quire_engine.contract.types import PrefixChanges
 from quire_engine.routing.index import PrefixIndex
 from quire_engine.routing.prediction import predicted_ttft, prompt_seconds, prompt_tokens_a_step
 from quire_engine.routing.views import ReplicaView, Route, RouteRequest
 from quire_engine.simulation.outcome import Outcome, Served
 from quire_engine.simulation.traces import TraceRow
-from quire_engine.types import PrefixChanges
 
 _LOOKS = 8  # in the time that computing the prompt would take: whether its blocks come as fast
 

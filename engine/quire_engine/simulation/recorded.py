@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.cost_model import StepSizes
-from quire_engine.errors import ConfigError
-from quire_engine.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.simulation.fitting import Sample
 
 _FORMAT = 2

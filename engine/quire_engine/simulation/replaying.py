@@ -11,9 +11,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from quire_engine.batch import Batch, SampledToken, ScheduledSequence, StepResult
-from quire_engine.block_hashes import prompt_hashes
-from quire_engine.drafts import NO_DRAFT, Draft, Wish
+from quire_engine.contract.batch import Batch, SampledToken, ScheduledSequence, StepResult
+from quire_engine.contract.block_hashes import prompt_hashes
+from quire_engine.contract.drafts import NO_DRAFT, Draft, Wish
+from quire_engine.contract.types import (
+    Adapter,
+    BeamParams,
+    GenerationRequest,
+    SamplingParams,
+    StopParams,
+    TokenLogprobs,
+)
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculation
@@ -21,7 +29,6 @@ from quire_engine.scheduling.step_plan import StepPlan
 from quire_engine.simulation.contents import STOP, Contents
 from quire_engine.simulation.leap import held_blocks
 from quire_engine.simulation.recorded import Entry, Recording
-from quire_engine.types import Adapter, BeamParams, GenerationRequest, SamplingParams, StopParams, TokenLogprobs
 
 
 class RecordedBeams:

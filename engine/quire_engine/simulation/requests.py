@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from quire_engine.batch import SampledToken
-from quire_engine.decodes import DecodeRow, Decodes
+from quire_engine.contract.batch import SampledToken
+from quire_engine.contract.decodes import DecodeRow, Decodes
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.simulation.contents import STOP
 from quire_engine.simulation.outcome import Served
 from quire_engine.simulation.traces import TraceRow
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 
 _GREEDY = SamplingParams(temperature=0.0)
 _OWN = 1 << 40  # above every block number: ids for tokens that no other row has

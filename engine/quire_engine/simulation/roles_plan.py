@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_engine.simulation.fleet import Fleet, simulate_steps
 from quire_engine.simulation.fleet_report import FleetReport, fleet_report
 from quire_engine.simulation.slo import Slo

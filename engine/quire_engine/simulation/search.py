@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_engine.simulation.report import Report, report
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.simulator import simulate

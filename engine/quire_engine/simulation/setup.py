@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.limits import LIMIT_NAMES, PolicyName, SchedulerConfig, SchedulerLimits, first_claim
 from quire_engine.cost_model import UNIT_STEPS, CostModel
-from quire_engine.errors import ConfigError
-from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerConfig, SchedulerLimits, first_claim
 
 MatchName = Literal["whole", "blocks", "radix"]
 MATCH_NAMES: tuple[MatchName, ...] = ("whole", "blocks", "radix")

@@ -12,9 +12,11 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-from quire_engine.batch import Batch, SampledToken, StepResult
-from quire_engine.decodes import BatchInColumns
-from quire_engine.errors import InfeasibleRequest
+from quire_engine.contract.batch import Batch, SampledToken, StepResult
+from quire_engine.contract.decodes import BatchInColumns
+from quire_engine.contract.errors import InfeasibleRequest
+from quire_engine.contract.token_columns import Stream
+from quire_engine.contract.types import TokenOutput
 from quire_engine.scheduling.decode_columns import FEWEST
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculation
@@ -25,8 +27,6 @@ from quire_engine.simulation.prefix_match import matching
 from quire_engine.simulation.requests import DecodingRows, as_request, number_of, own_token
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.traces import TraceRow
-from quire_engine.token_columns import Stream
-from quire_engine.types import TokenOutput
 
 _PAUSE = 4  # steps after which a leap is tried again where a step is cheap
 _MOMENTS = 4096  # most moments of a run; beyond them every second one is dropped

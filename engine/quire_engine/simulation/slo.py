@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from quire_engine.contract.errors import ConfigError
 from quire_engine.cost_model import seconds
-from quire_engine.errors import ConfigError
 
 QUANTITIES = ("ttft", "itl", "tpot", "e2e", "queue")
 STATISTICS = ("p50", "p90", "p95", "p99", "max", "mean")

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire_engine.batch import Batch, SampledToken, StepResult
-from quire_engine.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.contract.batch import Batch, SampledToken, StepResult
+from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 
 _LEAST_CLAIM = 16  # tokens of the oldest request in each step, where the others leave as many
 

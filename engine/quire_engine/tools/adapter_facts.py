@@ -13,14 +13,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from quire_engine.config import engine_config
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.config import engine_config
+from quire_engine.contract.errors import ModelLoadError
+from quire_engine.contract.types import AdapterFacts
 from quire_engine.execution.load_thread import LoadThread
 from quire_engine.execution.models.adapter import ReadAdapter, read_adapter
 from quire_engine.execution.models.config import ModelConfig, load_model_config
 from quire_engine.gguf import typed_name
 from quire_engine.tools.json_child import converse
-from quire_engine.types import AdapterFacts
 
 
 def answers(questions: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:

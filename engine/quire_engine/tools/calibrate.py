@@ -17,15 +17,15 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from quire_engine.batch import Batch, StepResult
 from quire_engine.build import build
-from quire_engine.config import EngineConfig, EnginePlan, engine_config
+from quire_engine.contract.batch import Batch, StepResult
+from quire_engine.contract.config import EngineConfig, EnginePlan, engine_config
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.cost_model import step_sizes
 from quire_engine.engine import Engine, StepExecutor
 from quire_engine.simulation.fitting import Sample, fit
 from quire_engine.tools.json_child import converse
 from quire_engine.tools.verify.machine_facts import machine_facts
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 
 _DECODES = 12  # decode steps of each load
 _CONTEXTS = (32, 128, 512, 2048, 8192, 32768)

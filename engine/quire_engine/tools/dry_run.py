@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from quire_engine.build import resolve_plan
-from quire_engine.config import engine_config
+from quire_engine.contract.config import engine_config
 from quire_engine.tools.json_child import converse
 
 

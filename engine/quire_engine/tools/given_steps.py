@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire_engine.batch import Batch, ScheduledSequence
 from quire_engine.build import build
-from quire_engine.config import engine_config
-from quire_engine.errors import ConfigError
+from quire_engine.contract.batch import Batch, ScheduledSequence
+from quire_engine.contract.config import engine_config
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.types import SamplingParams, StopParams
 from quire_engine.tools.json_child import converse
-from quire_engine.types import SamplingParams, StopParams
 
 _GREEDY = SamplingParams(temperature=0.0)
 

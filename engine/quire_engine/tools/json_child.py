@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from quire_engine.errors import ConfigError, QuireError
+from quire_engine.contract.errors import ConfigError, QuireError
 from quire_engine.machine import die_with_parent
 
 DONE, FAILED, BAD_CONFIG = 0, 1, 2

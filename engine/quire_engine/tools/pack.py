@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from quire_engine.build import resolve
-from quire_engine.config import EngineConfig, engine_config
-from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.contract.config import EngineConfig, engine_config
+from quire_engine.contract.errors import ConfigError, ModelLoadError
 from quire_engine.execution.loading import Loading
 from quire_engine.execution.progress import Tell
 from quire_engine.gguf import typed_name

@@ -17,12 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire_engine.batch import Batch, ScheduledSequence
 from quire_engine.build import Resolved, resolve
-from quire_engine.config import Device, EngineConfig, KVCacheDType, Quantization
-from quire_engine.errors import ConfigError
+from quire_engine.contract.batch import Batch, ScheduledSequence
+from quire_engine.contract.config import Device, EngineConfig, KVCacheDType, Quantization
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.kv_groups import one_group
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import SamplingParams, StopParams
 from quire_engine.execution.device import resolve_device
-from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.execution.kv.kv_storage import KVStorage
 from quire_engine.execution.loading import Loading
 from quire_engine.execution.model_input import model_input
 from quire_engine.execution.models.checkpoint import fingerprint
@@ -30,13 +33,10 @@ from quire_engine.execution.models.served import ModelFacts
 from quire_engine.execution.progress import tell_nobody
 from quire_engine.execution.proven_paths import asked_paths
 from quire_engine.execution.step_tensors import step_tensors
-from quire_engine.kv_groups import one_group
-from quire_engine.limits import SchedulerLimits
 from quire_engine.machine import usable_cores
 from quire_engine.quality_store import Quality, store_quality
 from quire_engine.tools.json_child import converse
 from quire_engine.tools.logit_comparison import Comparison, Prompts, equal_share
-from quire_engine.types import SamplingParams, StopParams
 
 _log = logging.getLogger(__name__)
 _BLOCK_SIZE = 16

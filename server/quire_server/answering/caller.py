@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from fastapi import Request
 
-from quire_engine.types import GenerationRequest
+from quire_engine.contract.types import GenerationRequest
 from quire_server.engine.tenants import NOBODY, Tenant, name_of_key
 from quire_server.errors import BadRequest
 from quire_server.http.own_requests import vouched_for

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quire_engine.types import GenerationRequest, TokenLogprobs, TokenOutput
+from quire_engine.contract.types import GenerationRequest, TokenLogprobs, TokenOutput
 from quire_server.text.detokenizer import Detokenizer
 from quire_server.text.parsing.calls import CallDelta
 from quire_server.text.parsing.reply_parser import ReplyParser

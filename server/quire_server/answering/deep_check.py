@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import time
 
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_server.answering.generation import error_of
 from quire_server.engine.engine_client import EngineClient, RequestStream
 from quire_server.errors import NotReady

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from quire_engine.types import GenerationRequest
+from quire_engine.contract.types import GenerationRequest
 from quire_server.answering.choice import ChoiceDelta, TextOptions
 from quire_server.answering.generation import Generation
 from quire_server.answering.prepare import Job

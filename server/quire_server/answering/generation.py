@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from quire_engine.types import DEADLINE_EXCEEDED, OF_THE_REQUEST, GenerationRequest, TokenLogprobs, TokenOutput
+from quire_engine.contract.types import DEADLINE_EXCEEDED, OF_THE_REQUEST, GenerationRequest, TokenLogprobs, TokenOutput
 from quire_server.answering.choice import Choice, ChoiceDelta, TextOptions
 from quire_server.engine.engine_client import EngineClient, RequestStream
 from quire_server.errors import (

@@ -17,7 +17,7 @@ from functools import partial
 import anyio.to_thread
 from fastapi import Request
 
-from quire_engine.types import Adapter, BeamParams, GenerationRequest, SamplingParams, ThinkingParams
+from quire_engine.contract.types import Adapter, BeamParams, GenerationRequest, SamplingParams, ThinkingParams
 from quire_server.answering.caller import Caller
 from quire_server.answering.choice import TextOptions
 from quire_server.answering.constraining.calls import reading_format

@@ -16,7 +16,7 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
-from quire_engine.types import GenerationRequest
+from quire_engine.contract.types import GenerationRequest
 from quire_server.answering.vectors import (
     MAX_INPUT_TOKENS,
     TextInput,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from quire_engine.config import EnginePlan
-from quire_engine.types import Adapter
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.types import Adapter
 from quire_server.answering.choice import ChoiceDelta
 from quire_server.answering.generation import Generation, Usage
 from quire_server.answering.options import ReplyOptions

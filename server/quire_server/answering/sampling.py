@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from quire_engine.config import EnginePlan
-from quire_engine.limits import SchedulerConfig
-from quire_engine.types import SamplingParams, StopParams
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.types import SamplingParams, StopParams
 from quire_server.answering.options import GenerationOptions, SamplingNumbers
 from quire_server.errors import BadRequest, ContextLengthExceeded
 from quire_server.text.tokenizer import TextTokenizer

@@ -20,7 +20,7 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams, TokenOutput
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams, TokenOutput
 from quire_server.answering.caller import Caller, caller_of
 from quire_server.answering.generation import error_of
 from quire_server.answering.prepare import adapter_header, notes

@@ -16,9 +16,9 @@ from functools import partial
 
 from starlette.types import ASGIApp
 
-from quire_engine.config import EnginePlan
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.types import StepOutput
 from quire_engine.own_pauses import OwnPauses
-from quire_engine.types import StepOutput
 from quire_server.api_servers.frames import KnownKeys, MainState, Start
 from quire_server.api_servers.process import ApiServerProcess
 from quire_server.api_servers.session import Session

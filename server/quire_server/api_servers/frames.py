@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire_engine.config import EnginePlan
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.types import Adapter, GenerationRequest, TokenOutput
 from quire_engine.process.transport import Abort, Codec, Hold, Kind, Release
-from quire_engine.types import Adapter, GenerationRequest, TokenOutput
 from quire_server.errors import ErrorFacts
 from quire_server.metrics.shared_counts import Counts
 from quire_server.settings import ServerLimits

@@ -11,10 +11,10 @@ import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from quire_engine.config import EnginePlan
-from quire_engine.errors import EngineDead, ProtocolError
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.errors import EngineDead, ProtocolError
+from quire_engine.contract.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
 from quire_engine.process.transport import Abort, Hold, LoadProgress, Release
-from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
 from quire_server.api_servers.forwarding import Forwarder
 from quire_server.api_servers.frames import (
     MainState,

@@ -12,9 +12,9 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from quire_engine.errors import ProtocolError
+from quire_engine.contract.errors import ProtocolError
+from quire_engine.contract.types import TokenOutput
 from quire_engine.process.transport import Abort, Hold, Release
-from quire_engine.types import TokenOutput
 from quire_server.api_servers.forwarding import Forwarded
 from quire_server.api_servers.frames import (
     FROM_API_SERVER,

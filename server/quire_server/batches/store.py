@@ -24,7 +24,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_server.batches.records import OUTPUT, UNFINISHED, Batch, Line, LineProblem, Status, StoredFile, new_file_id
 from quire_server.batches.usage import BatchUsage
 

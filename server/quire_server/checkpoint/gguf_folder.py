@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.gguf import SAMPLING_SOURCE, Metadata, keep_typed_name, read_gguf, shown
 from quire_engine.plain_files import is_plain
 from quire_server.checkpoint.gguf_config import check_types, config_of

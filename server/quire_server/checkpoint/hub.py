@@ -18,7 +18,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import constants, errors
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.gguf import shards
 from quire_engine.plain_files import read_plain
 from quire_server.checkpoint.gguf_folder import TOKENIZER_FILES, listed, models, of_quantisation, shard_names

@@ -9,8 +9,8 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
-from quire_engine.config import ARCHITECTURES, ModelImplementation, entry_of
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.config import ARCHITECTURES, ModelImplementation, entry_of
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.plain_files import is_plain, read_plain
 from quire_server.checkpoint.gguf_folder import SUFFIX, listed, models
 

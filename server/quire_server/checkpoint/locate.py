@@ -12,9 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
-from quire_engine.config import ModelImplementation, draft_model
+from quire_engine.contract.config import ModelImplementation, draft_model
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.demo import demo_model_path
-from quire_engine.errors import ModelLoadError
 from quire_engine.gguf import typed_name
 from quire_engine.plain_files import is_plain
 from quire_server.checkpoint.gguf_folder import gguf_of, is_gguf, models, short_name, unfolded

@@ -17,11 +17,15 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from quire_engine.contract.errors import ConfigError, QuireError
 from quire_engine.cost_model import cost_model, knees
-from quire_engine.errors import ConfigError, QuireError
 from quire_engine.simulation.fitting import LARGEST_ERROR, FitError
 from quire_server.checkpoint.locate import localized
-from quire_server.commands.showing.terminal import (
+from quire_server.commands.simulate import DEFAULT_COST
+from quire_server.engine.json_child import ask
+from quire_server.flags import parse_flags
+from quire_server.settings import SettingsError
+from quire_server.showing.terminal import (
     BAD_USAGE,
     DONE,
     FAILED,
@@ -31,10 +35,6 @@ from quire_server.commands.showing.terminal import (
     duration,
     wide_console,
 )
-from quire_server.commands.simulate import DEFAULT_COST
-from quire_server.engine.json_child import ask
-from quire_server.flags import parse_flags
-from quire_server.settings import SettingsError
 
 _PATIENCE = 900.0  # seconds beside the measuring: a large model may have to be loaded
 

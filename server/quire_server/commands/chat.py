@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_server.commands.health import connection, listening
-from quire_server.commands.showing.terminal import BAD_USAGE, DONE, FAILED, Parser, complain
 from quire_server.settings.keys import sent_key
 from quire_server.settings.sources import api_key_of_environment
+from quire_server.showing.terminal import BAD_USAGE, DONE, FAILED, Parser, complain
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _NAME = "chat"

@@ -13,9 +13,9 @@ from pathlib import Path
 import shtab
 
 from quire_server.cli import COMMANDS
-from quire_server.commands.showing.terminal import DONE, Parser
 from quire_server.flags import SERVE
 from quire_server.flags import build_parser as parser_of
+from quire_server.showing.terminal import DONE, Parser
 
 _SHELLS = ("bash", "zsh", "fish")
 _TAKES_FLAGS_OF_SERVE = ("run-batch", "config")

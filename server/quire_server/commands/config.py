@@ -11,17 +11,17 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from quire_engine.errors import QuireError
-from quire_engine.link_security import link_security
+from quire_engine.contract.errors import QuireError
+from quire_engine.links.link_security import link_security
 from quire_server.checkpoint.locate import check_location
-from quire_server.commands.showing.terminal import BAD_USAGE, DONE, Parser, complain
 from quire_server.engine.nodes.addresses import parse_sources
 from quire_server.flags import ENGINE, SERVE, check_command_line
 from quire_server.http.tls import tls_context
 from quire_server.logs.output import check_collector
+from quire_server.programs.warming import read_prefixes
 from quire_server.settings import DEMO_MODEL, Settings, SettingsError, several_models
 from quire_server.settings.migration import SERVERS, translate_words
-from quire_server.warming import read_prefixes
+from quire_server.showing.terminal import BAD_USAGE, DONE, Parser, complain
 
 _NAME = "config check"
 _OWN = ("--node", "-h", "--help")  # all other words are the server's

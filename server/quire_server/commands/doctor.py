@@ -18,13 +18,15 @@ from urllib.request import Request, urlopen
 from rich.console import Console
 from rich.table import Table
 
+from quire_engine.contract.errors import ConfigError
 from quire_engine.cost_model import read_cost
-from quire_engine.errors import ConfigError
 from quire_engine.simulation.slo import parse_slo
 from quire_server.commands.diagnosis.causes import Diagnosis, diagnose
 from quire_server.commands.diagnosis.scrapes import Scrape, Window, read_scrape
 from quire_server.commands.health import listening
-from quire_server.commands.showing.terminal import (
+from quire_server.settings.keys import sent_key
+from quire_server.settings.sources import admin_key_of_environment
+from quire_server.showing.terminal import (
     BAD_USAGE,
     DONE,
     FAILED,
@@ -34,8 +36,6 @@ from quire_server.commands.showing.terminal import (
     duration,
     wide_console,
 )
-from quire_server.settings.keys import sent_key
-from quire_server.settings.sources import admin_key_of_environment
 
 DEFAULT_SLO = "ttft_p95=2s,itl_p95=200ms"
 _EVERY = 1.0  # seconds between scrapes: gauges change faster than counters matter

@@ -16,7 +16,7 @@ BAD_USAGE = 2
 
 
 class Running(Protocol):
-    """The heavy half of this command: `quire_server.node_launch`."""
+    """The heavy half of this command: `quire_server.programs.node_launch`."""
 
     def run(self, given: CommandLine) -> int:
         """Serve fronts until a signal; the process's exit code."""
@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
         for line in error.lines:
             print(f"{ENGINE}: {line}", file=sys.stderr)
         return BAD_USAGE
-    return cast(Running, import_module("quire_server.node_launch")).run(given)
+    return cast(Running, import_module("quire_server.programs.node_launch")).run(given)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -16,15 +16,15 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from quire_engine.config import Device, KVCacheDType
+from quire_engine.contract.config import Device, KVCacheDType
+from quire_engine.contract.errors import QuireError
 from quire_engine.demo import demo_model_path
-from quire_engine.errors import QuireError
 from quire_engine.quality_store import Quality
 from quire_server.checkpoint.locate import checkpoint_directory
-from quire_server.commands.showing.terminal import BAD_USAGE, DONE, FAILED, Parser, complain, whole_number, wide_console
 from quire_server.engine.json_child import ask
 from quire_server.errors import ApiError
 from quire_server.settings import DEMO_MODEL
+from quire_server.showing.terminal import BAD_USAGE, DONE, FAILED, Parser, complain, whole_number, wide_console
 from quire_server.text.quality_prompts import prompt_ids
 from quire_server.text.tokenizer import TextTokenizer
 

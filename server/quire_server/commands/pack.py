@@ -13,14 +13,14 @@ from dataclasses import asdict
 
 import msgspec
 
-from quire_engine.errors import ConfigError, EngineDead, QuireError
+from quire_engine.contract.errors import ConfigError, EngineDead, QuireError
 from quire_server.checkpoint.locate import localized
-from quire_server.commands.showing.loading import has_terminal, shown
-from quire_server.commands.showing.terminal import BAD_USAGE, DONE, FAILED, complain
 from quire_server.engine.json_child import replies
 from quire_server.flags import SERVE, parse_flags
 from quire_server.flags import build_parser as parser_of
 from quire_server.settings import SettingsError
+from quire_server.showing.loading import has_terminal, shown
+from quire_server.showing.terminal import BAD_USAGE, DONE, FAILED, complain
 
 
 class _Reply(msgspec.Struct):

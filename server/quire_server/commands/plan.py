@@ -17,9 +17,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from quire_engine.contract.errors import ConfigError, ModelLoadError
 from quire_engine.cost_model import read_cost
 from quire_engine.demo import demo_model_path
-from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.simulation.fitting import FitError
 from quire_engine.simulation.search import Search, default_grid
 from quire_engine.simulation.setup import parse_settings, setup
@@ -29,9 +29,9 @@ from quire_server.checkpoint.locate import checkpoint_directory
 from quire_server.commands.planning.fleets import add_fleet_flags, print_fleet_plan, refuse_fleet_flags
 from quire_server.commands.planning.kv_plan import add_kv_flags, print_kv
 from quire_server.commands.planning.plan_section import Circumstances, section, write
-from quire_server.commands.showing.terminal import BAD_USAGE, DONE, FAILED, Parser, above_0, complain, wide_console
 from quire_server.commands.simulate import DEFAULT_COST, add_setup_flags, asked_trace, of_ranks
 from quire_server.settings import DEMO_MODEL, REMOVED, removed_line
+from quire_server.showing.terminal import BAD_USAGE, DONE, FAILED, Parser, above_0, complain, wide_console
 
 _EPILOG = f"""\
 Steps take what --cost says: a file of `quire calibrate` (default ./{DEFAULT_COST}), or numbers.

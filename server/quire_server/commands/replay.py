@@ -13,8 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from quire_engine.contract.errors import ConfigError
 from quire_engine.cost_model import read_cost
-from quire_engine.errors import ConfigError
 from quire_engine.simulation.counterfactual import (
     BASE_TOLERANCE,
     BaseFigure,
@@ -29,7 +29,7 @@ from quire_engine.simulation.replaying import replay
 from quire_engine.simulation.report import Report, report
 from quire_engine.simulation.setup import Setup, parse_settings
 from quire_engine.simulation.simulator import simulate
-from quire_server.commands.showing.terminal import BAD_USAGE, DONE, FAILED, Parser, complain, duration, wide_console
+from quire_server.showing.terminal import BAD_USAGE, DONE, FAILED, Parser, complain, duration, wide_console
 
 _MOST_SHOWN = 600  # characters of each side of a difference
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from quire_server.batches.input import ENDPOINTS
-from quire_server.commands.showing.terminal import BAD_USAGE, Parser, complain
 from quire_server.flags import CommandLine, parse_command_line
 from quire_server.settings import SettingsError
+from quire_server.showing.terminal import BAD_USAGE, Parser, complain
 
 NAME = "run-batch"
 
 
 class Running(Protocol):
-    """The heavy half of this command: `quire_server.batch_launch`."""
+    """The heavy half of this command: `quire_server.programs.batch_launch`."""
 
     def run(self, given: CommandLine, source: Path, target: Path) -> int:
         """Answer all lines; the process's exit code."""
@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
         line = parse_command_line(rest)
     except SettingsError as error:
         return complain(NAME, str(error), BAD_USAGE)
-    running = cast(Running, import_module("quire_server.batch_launch"))
+    running = cast(Running, import_module("quire_server.programs.batch_launch"))
     return running.run(line, given.input_file, given.output_file)
 
 

@@ -16,7 +16,7 @@ BAD_USAGE = 2
 
 
 class Running(Protocol):
-    """The heavy half of this command: `quire_server.launch`."""
+    """The heavy half of this command: `quire_server.programs.launch`."""
 
     def run(self, given: CommandLine) -> int:
         """Serve until a signal; the process's exit code."""
@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
         for line in error.lines:
             print(f"quire serve: {line}", file=sys.stderr)
         return BAD_USAGE
-    return cast(Running, import_module("quire_server.launch")).run(given)
+    return cast(Running, import_module("quire_server.programs.launch")).run(given)
 
 
 def build_parser() -> argparse.ArgumentParser:

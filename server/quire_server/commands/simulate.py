@@ -17,8 +17,8 @@ from typing import NoReturn, TypeVar
 
 from rich.console import Console
 
+from quire_engine.contract.errors import ConfigError
 from quire_engine.cost_model import read_cost, seconds
-from quire_engine.errors import ConfigError
 from quire_engine.ranks import num_exchanges
 from quire_engine.simulation.contiguous import simulate_contiguous
 from quire_engine.simulation.lengths import exercise_setup, rows_of
@@ -32,7 +32,7 @@ from quire_engine.simulation.static_batching import StaticOutcome, simulate_stat
 from quire_engine.simulation.traces import TraceError, TraceRow, read_trace
 from quire_server.commands.planning.fleets import add_fleet_flags, refuse_fleet_flags, simulate_fleet
 from quire_server.commands.planning.shown import print_contiguous, print_report, print_static
-from quire_server.commands.showing.terminal import (
+from quire_server.showing.terminal import (
     BAD_USAGE,
     DONE,
     FAILED,

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TextIO
 from urllib.parse import urlencode
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_server.commands.health import connection, listening
 from quire_server.settings.keys import sent_key
 from quire_server.settings.sources import admin_key_of_environment

@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from quire_engine.config import Device, KernelChoice
-from quire_engine.errors import QuireError
+from quire_engine.contract.config import Device, KernelChoice
+from quire_engine.contract.errors import QuireError
 from quire_server.checkpoint.locate import checkpoint_directory
-from quire_server.commands.showing.terminal import BAD_USAGE, DONE, FAILED, Parser, complain, whole_number, wide_console
 from quire_server.engine.json_child import ask
 from quire_server.settings import DEMO_MODEL
+from quire_server.showing.terminal import BAD_USAGE, DONE, FAILED, Parser, complain, whole_number, wide_console
 
 PATIENCE = 60.0  # seconds for one check
 LONGEST = 900.0  # seconds for all checks, if the process does not end itself

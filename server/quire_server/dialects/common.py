@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from quire_engine.types import MAX_LOGPROBS
+from quire_engine.contract.types import MAX_LOGPROBS
 from quire_server.errors import Unsupported
 
 MAX_PARTS_IN_ALL = 8192

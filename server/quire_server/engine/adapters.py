@@ -13,9 +13,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from quire_engine.config import EngineConfig
-from quire_engine.errors import ConfigError, ModelLoadError, QuireError, Unanswerable
-from quire_engine.types import FORGET_ADAPTER, LOAD_ADAPTER, Adapter, AdapterFacts
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError, ModelLoadError, QuireError, Unanswerable
+from quire_engine.contract.types import FORGET_ADAPTER, LOAD_ADAPTER, Adapter, AdapterFacts
 from quire_server.engine.json_child import ask_each
 from quire_server.errors import BadRequest, ModelNotFound, NotReady, Unsupported
 

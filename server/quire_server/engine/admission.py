@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quire_engine.types import EngineStats, GenerationRequest, TenantStats
+from quire_engine.contract.types import EngineStats, GenerationRequest, TenantStats
 from quire_server.engine.budgets import LONGEST_SECONDS, check_budgets
 from quire_server.engine.tenants import Tenant
 from quire_server.errors import BudgetSpent, QueueFull

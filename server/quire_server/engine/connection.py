@@ -12,8 +12,9 @@ from collections.abc import Callable
 from itertools import count
 from typing import cast
 
-from quire_engine.config import EnginePlan
-from quire_engine.errors import EngineDead, ProtocolError, QuireError, Unanswerable
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.errors import EngineDead, ProtocolError, QuireError, Unanswerable
+from quire_engine.contract.types import EngineHealth, StepOutput
 from quire_engine.own_pauses import OwnPauses
 from quire_engine.process.transport import (
     Alive,
@@ -26,7 +27,6 @@ from quire_engine.process.transport import (
     StartFailed,
     encode_frame,
 )
-from quire_engine.types import EngineHealth, StepOutput
 
 log = logging.getLogger("quire.supervisor")
 

@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from quire_engine.config import EnginePlan
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.types import EnginePort
 from quire_engine.process.transport import LoadProgress
-from quire_engine.types import EnginePort
 from quire_server.engine.recovery import Quarantine
 
 

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
+from quire_engine.contract.errors import ConfigError, EngineDead, ModelLoadError
 from quire_engine.own_modules import module_command
 
 T = TypeVar("T")

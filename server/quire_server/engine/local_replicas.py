@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from quire_engine.config import EngineConfig, EnginePlan, for_later_engines
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.config import EngineConfig, EnginePlan, for_later_engines
+from quire_engine.contract.errors import ModelLoadError
+from quire_engine.contract.types import EngineStats
 from quire_engine.machine import CoreShare
-from quire_engine.types import EngineStats
 from quire_server.engine.kv_events.events import CacheListener
 from quire_server.engine.memory_files import WeightsMemory
 from quire_server.engine.replica_routing import Router

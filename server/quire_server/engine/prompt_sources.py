@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, cast
 
-from quire_engine.config import EnginePlan
-from quire_engine.roles import is_worth_passing_on
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.roles import is_worth_passing_on
+from quire_engine.contract.types import EngineStats, GenerationRequest, KVSource, SamplingParams, StopParams
 from quire_engine.routing.views import Route
-from quire_engine.types import EngineStats, GenerationRequest, KVSource, SamplingParams, StopParams
 from quire_server.engine.recovery import JournalEntry
 from quire_server.engine.replica_routing import Router
 

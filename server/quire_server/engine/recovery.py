@@ -9,7 +9,14 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from hashlib import sha256
 
-from quire_engine.types import MODEL_FAILED, GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
+from quire_engine.contract.types import (
+    MODEL_FAILED,
+    GenerationRequest,
+    SamplingParams,
+    StepOutput,
+    StopParams,
+    TokenOutput,
+)
 
 CRASHES_ALONE = 3  # unexplained crashes with a request, the last of them alone, that prove it guilty
 REMEMBERED_SECONDS = 600.0  # how long an unexplained crash counts against its requests

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from quire_engine.errors import EngineDead, QuireError, Unanswerable
-from quire_engine.types import LOAD_ADAPTER
+from quire_engine.contract.errors import EngineDead, QuireError, Unanswerable
+from quire_engine.contract.types import LOAD_ADAPTER
 from quire_server.engine.replica_routing import RouteTaken
 
 EPOCH = "~"  # between a request's id and the number of its engine; no id has it

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from quire_engine.block_hashes import routed_names
+from quire_engine.contract.block_hashes import routed_names
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import EngineStats, GenerationRequest, StepOutput, TokenOutput
 from quire_engine.cost_model import CostModel
-from quire_engine.limits import SchedulerLimits
 from quire_engine.routing.fleet import TenantService, Wanted, WantedReplicas, request_seconds
 from quire_engine.routing.index import PrefixIndex
 from quire_engine.routing.policy import route_policy
 from quire_engine.routing.prediction import Slowness, predicted_ttft
 from quire_engine.routing.views import NoReplica, ReplicaState, ReplicaView, Route, RouteRequest
-from quire_engine.types import EngineStats, GenerationRequest, StepOutput, TokenOutput
 from quire_server.engine.recovery import JournalEntry
 
 _KEEP = 0.95  # of the mean with each further step

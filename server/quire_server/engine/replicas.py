@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from quire_engine.config import EnginePlan
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.types import EngineHealth, EngineStats, GenerationRequest, KVSource, StepOutput, TokenOutput
 from quire_engine.process.transport import LoadProgress
 from quire_engine.routing.fleet import Wanted
 from quire_engine.routing.views import Route
-from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, KVSource, StepOutput, TokenOutput
 from quire_server.engine.awake_timer import AwakeTimer
 from quire_server.engine.prompt_sources import PromptSources
 from quire_server.engine.recovery import JournalEntry, Quarantine

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from quire_engine.config import EnginePlan
-from quire_engine.types import EngineStats
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.types import EngineStats
 
 # FLOP/s of the slowest machine that one would serve on: a full step of a big model may take minutes on a CPU.
 _SLOWEST_FLOPS = {"cpu": 2e10}

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from itertools import zip_longest
 from typing import Any, TypeVar, cast
 
-from quire_engine.types import EngineStats, TenantStats
+from quire_engine.contract.types import EngineStats, TenantStats
 
 _Record = TypeVar("_Record", EngineStats, TenantStats)
 # Of one step, not of an engine.

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
-from quire_engine.config import EngineConfig, EnginePlan, faults_of_start, for_later_engines
-from quire_engine.errors import ConfigError, CrashLoop, EngineDead, ModelLoadError
+from quire_engine.contract.config import EngineConfig, EnginePlan, faults_of_start, for_later_engines
+from quire_engine.contract.errors import ConfigError, CrashLoop, EngineDead, ModelLoadError
+from quire_engine.contract.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
 from quire_engine.own_modules import module_command
 from quire_engine.process.transport import Abort, Control, Hold, Inspect, LoadProgress, Release, Shutdown
-from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
 from quire_server.engine.kv_events.events import CacheListener
 from quire_server.engine.memory_files import PoolMemory, WeightsMemory
 from quire_server.engine.process import EngineProcess

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quire_engine.types import ServiceClass
+from quire_engine.contract.types import ServiceClass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

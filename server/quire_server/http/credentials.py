@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_server.errors import BadRequest
 from quire_server.http.tls import ServerTls
 from quire_server.settings import Settings

@@ -17,7 +17,7 @@ from typing import Any
 
 import uvicorn
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_engine.own_pauses import OwnPauses
 from quire_server.http.acceptor import BACKLOG, Acceptor
 from quire_server.http.body_limits import LARGEST_BODY

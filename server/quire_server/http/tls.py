@@ -11,7 +11,7 @@ import ssl
 from datetime import UTC, datetime
 from pathlib import Path
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_engine.plain_files import read_plain
 from quire_server.settings import Settings
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from quire_engine.errors import QuireError
-from quire_engine.types import PACE
+from quire_engine.contract.errors import QuireError
+from quire_engine.contract.types import PACE
 from quire_server.background import begin
 from quire_server.learning.exercises import Progress
 

@@ -15,7 +15,7 @@ from threading import Condition, Thread
 from typing import TYPE_CHECKING, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_server.logs.lines import Form, encoded, formatter_for, shown
 
 if TYPE_CHECKING:

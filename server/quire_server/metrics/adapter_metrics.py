@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from quire_engine.config import EnginePlan
-from quire_engine.types import EngineStats
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.types import EngineStats
 from quire_server.metrics.metric_values import Values
 
 

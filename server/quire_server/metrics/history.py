@@ -9,7 +9,7 @@ from itertools import repeat
 
 import msgspec
 
-from quire_engine.types import NO_DRAFT_CAUSES, EngineStats, NoDraftCause
+from quire_engine.contract.types import NO_DRAFT_CAUSES, EngineStats, NoDraftCause
 from quire_server.metrics.alert_rules import Alert, AlertRules
 from quire_server.metrics.gpu_use import GpuUse
 from quire_server.metrics.metric_catalog import TOKEN_SECONDS, TTFT_SECONDS, EngineMetrics, RequestMetrics

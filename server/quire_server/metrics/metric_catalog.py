@@ -11,9 +11,16 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Literal, get_args
 
-from quire_engine.config import EnginePlan
-from quire_engine.drafts import MOST_DRAFTS
-from quire_engine.types import NO_DRAFT_CAUSES, PREEMPTION_CAUSES, TRANSFER_EVENTS, WAIT_REASONS, EngineStats, PinEvent
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.drafts import MOST_DRAFTS
+from quire_engine.contract.types import (
+    NO_DRAFT_CAUSES,
+    PREEMPTION_CAUSES,
+    TRANSFER_EVENTS,
+    WAIT_REASONS,
+    EngineStats,
+    PinEvent,
+)
 from quire_server.metrics.metric_values import Counter, Histogram, Values
 from quire_server.metrics.prefill_cost import PrefillCost
 from quire_server.metrics.samples import Window

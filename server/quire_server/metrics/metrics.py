@@ -18,8 +18,8 @@ from prometheus_client import (
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from quire_engine.config import EnginePlan
-from quire_engine.types import WAIT_REASONS
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.types import WAIT_REASONS
 from quire_server.metrics.adapter_metrics import AdapterMetrics
 from quire_server.metrics.gpu_use import GpuMetrics
 from quire_server.metrics.history import MINUTE, History

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from quire_engine.types import RequestTiming
+from quire_engine.contract.types import RequestTiming
 from quire_server.metrics.metric_catalog import Outcome, RequestMetrics
 from quire_server.metrics.occupancy import Occupancy, StaticBatching
 from quire_server.metrics.usage import UsageBook

@@ -19,7 +19,7 @@ from typing import Literal
 
 import msgspec
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_engine.plain_files import read_plain
 
 KEPT_DAYS = 62  # this month and the one before

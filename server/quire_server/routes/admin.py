@@ -15,8 +15,8 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from quire_engine.errors import QuireError
-from quire_engine.types import RESET_PREFIX_CACHE
+from quire_engine.contract.errors import QuireError
+from quire_engine.contract.types import RESET_PREFIX_CACHE
 from quire_server.errors import AbortedByOperator, Conflict, NotReady, NotRemembered
 from quire_server.http.body import json_body
 from quire_server.http.credentials import Reloaded

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from quire_engine.errors import QuireError, Unanswerable
+from quire_engine.contract.errors import QuireError, Unanswerable
 from quire_engine.memory_plan import plan_text
 from quire_server.errors import NotReady, NotRemembered
 from quire_server.http.openapi import error_response

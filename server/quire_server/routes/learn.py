@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire_engine.errors import QuireError, Unanswerable
+from quire_engine.contract.errors import QuireError, Unanswerable
 from quire_server.errors import BadRequest, Forbidden, NotReady, QueueFull, RouteNotFound
 from quire_server.http.body import json_body
 from quire_server.http.openapi import error_response

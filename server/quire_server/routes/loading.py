@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire_engine.errors import QuireError
+from quire_engine.contract.errors import QuireError
 from quire_server.errors import Conflict, ModelNotFound, NotReady
 from quire_server.http.body import json_body
 from quire_server.http.openapi import error_response

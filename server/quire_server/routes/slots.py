@@ -12,8 +12,8 @@ import msgspec
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel
 
-from quire_engine.errors import QuireError
-from quire_engine.types import GenerationRequest
+from quire_engine.contract.errors import QuireError
+from quire_engine.contract.types import GenerationRequest
 from quire_server.answering.caller import is_own
 from quire_server.errors import NotReady
 from quire_server.http.openapi import error_response

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
 
-from quire_engine.config import (
+from quire_engine.contract.config import (
     AsyncScheduling,
     AttentionChoice,
     CpuVariant,
@@ -22,8 +22,8 @@ from quire_engine.config import (
     ModelImplementation,
     Quantization,
 )
-from quire_engine.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, VictimName, out_of_range
-from quire_engine.types import MAX_LOGPROBS
+from quire_engine.contract.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, VictimName, out_of_range
+from quire_engine.contract.types import MAX_LOGPROBS
 from quire_server.settings.values import (
     BlockSize,
     Count,

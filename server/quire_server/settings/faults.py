@@ -11,7 +11,7 @@ from typing import Annotated, get_args
 
 from pydantic import AfterValidator
 
-from quire_engine.config import STEP_POINTS, Fault, FaultPoint
+from quire_engine.contract.config import STEP_POINTS, Fault, FaultPoint
 
 _POINTS: tuple[FaultPoint, ...] = get_args(FaultPoint)
 _FAULT = re.compile(r"([a-z.]+)(?:@(?:([1-9]\d*)|seed=(-?\d+)))?")

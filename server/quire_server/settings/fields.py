@@ -21,10 +21,10 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from quire_engine.config import EngineConfig, Fault, KVTransferConfig
+from quire_engine.contract.config import EngineConfig, Fault, KVTransferConfig
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.limits import LIMIT_NAMES, SchedulerLimits, first_claim
 from quire_engine.demo import demo_model_path
-from quire_engine.errors import ConfigError
-from quire_engine.limits import LIMIT_NAMES, SchedulerLimits, first_claim
 from quire_engine.plain_files import is_plain
 from quire_server.settings.engine_fields import DEMO_MODEL, EngineFields
 from quire_server.settings.faults import is_loopback, parse_faults

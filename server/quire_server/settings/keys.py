@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_engine.plain_files import read_plain_text
 from quire_server.settings.sources import SettingsError, read_yaml
 

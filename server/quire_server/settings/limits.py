@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quire_engine.limits import SchedulerLimits
+from quire_engine.contract.limits import SchedulerLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from quire_engine.config import KVTransport, Role
+from quire_engine.contract.config import KVTransport, Role
 from quire_engine.routing.policy import RoutePolicyName
 from quire_server.settings.faults import FaultList
 from quire_server.settings.values import (

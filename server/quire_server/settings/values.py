@@ -14,8 +14,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.config import JsonDict
 from pydantic_settings import NoDecode
 
-from quire_engine.config import SPECULATIONS, draft_model
-from quire_engine.types import MAX_LOGPROBS
+from quire_engine.contract.config import SPECULATIONS, draft_model
+from quire_engine.contract.types import MAX_LOGPROBS
 from quire_server.settings.sources import SettingsError
 
 T = TypeVar("T")

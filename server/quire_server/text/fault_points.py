@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Iterable
 from itertools import count
 
-from quire_engine.config import Fault, FaultPoint
+from quire_engine.contract.config import Fault, FaultPoint
 from quire_server.text.grammar_check import GrammarCheck
 from quire_server.text.prompt import ChatTemplate
 from quire_server.text.tokenizer import TextTokenizer

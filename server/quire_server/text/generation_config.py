@@ -14,7 +14,7 @@ from typing import Annotated, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.contract.errors import ConfigError, ModelLoadError
 from quire_engine.gguf import SAMPLING_SOURCE, typed_name
 from quire_engine.plain_files import read_plain
 

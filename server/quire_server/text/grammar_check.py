@@ -21,7 +21,7 @@ from pathlib import Path
 import anyio.to_thread
 from anyio import CapacityLimiter
 
-from quire_engine.grammar_limits import GRAMMAR_LIMITS
+from quire_engine.contract.grammar_limits import GRAMMAR_LIMITS
 from quire_server.errors import BadRequest, NotReady
 from quire_server.text.worker_process import ProcessDied, WorkerProcess
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-from quire_engine.grammar_vocabulary import GrammarVocabulary, shown
+from quire_engine.contract.grammar_vocabulary import GrammarVocabulary, shown
 from quire_engine.plain_files import read_plain_text
 
 _TRIED_TOKENS = 48  # complex grammars fail within the first tokens

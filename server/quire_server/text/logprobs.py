@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict
 
-from quire_engine.types import TokenLogprobs
+from quire_engine.contract.types import TokenLogprobs
 from quire_server.text.tokenizer import TextTokenizer
 
 LEAST = -9999.0  # JSON has no infinities

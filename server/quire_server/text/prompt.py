@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.contract.errors import ConfigError, ModelLoadError
 from quire_server.errors import BadRequest, ContextLengthExceeded, NotReady
 from quire_server.text import spelled_json
 from quire_server.text.tokenizer import DEFAULT, SPECIAL_NAMES, TOOL_USE, TextTokenizer

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.contract.errors import ConfigError, ModelLoadError
 from quire_engine.plain_files import read_plain
 from quire_server.text.matrices import Projection
 from quire_server.text.pooling_method import PoolingChoice

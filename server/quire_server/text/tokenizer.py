@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.gguf import typed_name
 from quire_engine.plain_files import read_plain, read_plain_text
 from quire_server.errors import BadRequest

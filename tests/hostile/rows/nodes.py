@@ -16,9 +16,9 @@ import psutil
 from e2e.served import Served
 from e2e.served_node import ServedNode
 from hostile.row import Row
-from quire_engine.link_security import LinkSecurity
+from quire_engine.contract.types import GenerationRequest
+from quire_engine.links.link_security import LinkSecurity
 from quire_engine.process.transport import Kind
-from quire_engine.types import GenerationRequest
 from quire_server.engine.nodes.addresses import parse_address
 from quire_server.engine.nodes.connecting import connect
 from quire_server.engine.nodes.link import MOST_UNFINISHED, Link

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire_engine.execution.kv_storage import KVStorage
+from quire_engine.contract.kv_groups import one_group
+from quire_engine.execution.kv.kv_storage import KVStorage
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.weights import load_decoder
-from quire_engine.kv_groups import one_group
 from quire_engine.ranks import ALONE, Rank, heads_of_rank
 from quire_kernels.divided import divided
 from quire_kernels.kernel_set import KernelSet

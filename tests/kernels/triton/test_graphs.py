@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quire_engine.batch import Batch, StepResult
+from quire_engine.contract.batch import Batch, StepResult
 from quire_engine.demo import demo_model_path
 from quire_engine.execution.executor import Executor
 from quire_engine.execution.gpu import graphs

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.demo import demo_model_path
-from quire_engine.errors import ModelLoadError
 from quire_kernels.kernel_set import KVFormat
 from quire_kernels.select import select
 from quire_kernels.triton import quantise

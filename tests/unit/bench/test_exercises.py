@@ -17,8 +17,8 @@ from quire_bench.facts.command import run_checks
 from quire_bench.facts.fact import Fact, NotShown, equal, renamed
 from quire_bench.facts.logs import apart, arrivals_of, most_live
 from quire_bench.servers import BenchError
-from quire_engine.batch import SampledToken, StepResult
-from quire_engine.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.contract.batch import SampledToken, StepResult
+from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.simulation.recorded import Recording
 from quire_engine.simulation.replaying import Replayer

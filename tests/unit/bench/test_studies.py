@@ -11,8 +11,8 @@ from quire_bench.studies import admission
 from quire_bench.studies.__main__ import main
 from quire_bench.studies.fairness import shares
 from quire_bench.studies.published import EXERCISES, Check, hit_rate, poisson, queue_of_one
+from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.cost_model import CostModel
-from quire_engine.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.simulation.report import report
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.simulator import simulate

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from quire_engine.config import EnginePlan
-from quire_engine.errors import ConfigError
-from quire_engine.limits import SchedulerConfig
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.limits import SchedulerConfig
 from quire_engine.machine import available_memory, num_oom_kills, usable_cores
 from quire_engine.memory_plan import (
     bytes_text,

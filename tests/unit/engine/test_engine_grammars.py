@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quire_engine.contract.types import GenerationRequest, StepOutput, TokenOutput
 from quire_engine.engine import Engine
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import GenerationRequest, StepOutput, TokenOutput
 from support.fake_executor import FakeExecutor, request
 from support.limits import scheduler_config
 

@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.gguf import KINDS, Gguf, keep_typed_name, read_gguf, shortest, typed_name
 from support.gguf_files import TYPES, Stored, Typed, gguf_bytes, text, value_bytes, write_gguf, write_shards
 

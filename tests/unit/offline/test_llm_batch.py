@@ -11,7 +11,7 @@ from quire.batch import prepare_all, run_all
 from quire.outputs import RequestOutput
 from quire.prompts import chats, completions
 from quire.sampling_params import SamplingParams
-from quire_engine.types import GenerationRequest
+from quire_engine.contract.types import GenerationRequest
 from quire_server.errors import EngineFailed
 from quire_server.state import ServerState
 from support.events import until

@@ -126,7 +126,7 @@ def test_limits():
 
 
 def test_exit_codes():
-    source = (ROOT / "server/quire_server/launch.py").read_text()
+    source = (ROOT / "server/quire_server/programs/launch.py").read_text()
     codes = re.search(r"^DONE, FAILED, BAD_USAGE, CRASH_LOOP = (.*)$", source, re.MULTILINE)
     assert codes is not None
     for code in codes[1].split(", "):

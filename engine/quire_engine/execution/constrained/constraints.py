@@ -17,10 +17,10 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire_engine.batch import ScheduledSequence
+from quire_engine.contract.batch import ScheduledSequence
+from quire_engine.contract.types import SamplingParams, ThinkingParams
 from quire_engine.execution.constrained.grammars import GrammarError, Grammars, Mask, first_line
 from quire_engine.execution.logit_rules import SampleRow
-from quire_engine.types import SamplingParams, ThinkingParams
 
 _SPARE_FOLLOWERS = 16  # kept beside those of a step; a choice preempted for longer is parsed from its start again
 _USED_UP = "too many states"  # in the library's error when the lexer's states, which outputs share, are used up

@@ -19,9 +19,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire_engine.contract.grammar_limits import GRAMMAR_LIMITS, MAX_COMPILED
+from quire_engine.contract.grammar_vocabulary import GrammarVocabulary
 from quire_engine.execution.distribution import padded, padded_width
-from quire_engine.grammar_limits import GRAMMAR_LIMITS, MAX_COMPILED
-from quire_engine.grammar_vocabulary import GrammarVocabulary
 from quire_engine.plain_files import read_plain, read_plain_text
 
 _LONGEST_ERROR = 300  # characters

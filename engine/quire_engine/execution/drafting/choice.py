@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from quire_engine.config import SPECULATIONS, EngineConfig, draft_model
-from quire_engine.errors import ConfigError
+from quire_engine.contract.config import SPECULATIONS, EngineConfig, draft_model
+from quire_engine.contract.errors import ConfigError
 
 
 def own_speculation(config: EngineConfig, device: torch.device, *, has_states: bool) -> tuple[EngineConfig, str]:

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import torch
 
-from quire_engine.batch import Batch, ScheduledSequence
-from quire_engine.drafts import NO_DRAFT, Draft, Wish
-from quire_engine.errors import ConfigError
+from quire_engine.contract.batch import Batch, ScheduledSequence
+from quire_engine.contract.drafts import NO_DRAFT, Draft, Wish
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.types import SamplingParams, StopParams
 from quire_engine.execution.drafting.suffix import SuffixDrafter
 from quire_engine.execution.models.options import read_json_object
 from quire_engine.execution.runner import Runner
 from quire_engine.gguf import typed_name
-from quire_engine.types import SamplingParams, StopParams
 
 _log = logging.getLogger(__name__)
 _CHUNK = 64  # tokens computed in the first round of a call, of all sequences: streams wait for them

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import takewhile
 
-from quire_engine.drafts import NO_DRAFT, Draft, Wish
+from quire_engine.contract.drafts import NO_DRAFT, Draft, Wish
 from quire_engine.execution.drafting.suffix import MOST_MATCH, Chains, Copied, SuffixDrafter
 
 MOST_TOKENS = 1 << 17  # that are kept, of all scopes; about 200 bytes each

@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from quire_engine.batch import Batch, ScheduledSequence, StepResult
-from quire_engine.limits import SchedulerConfig
-from quire_engine.types import SamplingParams, StopParams
+from quire_engine.contract.batch import Batch, ScheduledSequence, StepResult
+from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.types import SamplingParams, StopParams
 
 _MEASURED = -1  # the sequence of the steps
 _ROWS = (*range(1, 9), 12, 13, 18, 19, 24, 25, 30, 31, 36, 48, 64)  # around the ends of tiles of four and of six

@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from quire_engine.drafts import NO_DRAFT, Draft, Wish
+from quire_engine.contract.drafts import NO_DRAFT, Draft, Wish
 
 MOST_PLACES = 8  # earlier places that are compared
 MOST_MATCH = 32  # tokens of a suffix that are compared: longer ones say no more

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
 from quire_engine.execution.gpu.device import Device, HostBuffer, pinned_buffer
 from quire_engine.execution.models.adapter import adapted_products
 from quire_engine.execution.models.config import ModelConfig

@@ -21,7 +21,7 @@ from quire_engine.execution.gpu.forward import Model
 from quire_engine.execution.gpu.graphs import Bucket, MixedBucket
 from quire_engine.execution.gpu.resident import Resident, RunnerLimits
 from quire_engine.execution.gpu.told import Body
-from quire_engine.execution.kv_storage import KVBlocks, Pairs
+from quire_engine.execution.kv.kv_storage import KVBlocks, Pairs
 from quire_kernels.ranks import DeviceCollective, computed_by_all
 
 _LENGTH = 8  # bytes of a number

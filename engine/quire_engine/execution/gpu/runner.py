@@ -18,8 +18,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from quire_engine.batch import Batch, ScheduledSequence, StepResult
-from quire_engine.decodes import BatchInColumns
+from quire_engine.contract.batch import Batch, ScheduledSequence, StepResult
+from quire_engine.contract.decodes import BatchInColumns
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.finishing import Finished, Finisher, Span, spans

@@ -18,8 +18,8 @@ from pathlib import Path
 from torch import Tensor
 
 from quire_engine.execution.gpu.device import Device, Event
-from quire_engine.execution.kv_storage import KVBlocks, KVFiles, Pairs
-from quire_engine.execution.pool_rows import block_rows
+from quire_engine.execution.kv.kv_storage import KVBlocks, KVFiles, Pairs
+from quire_engine.execution.kv.pool_rows import block_rows
 
 STAGING_BYTES = 16 << 20  # of each of the four stages; more than that at once goes in turns
 _STAGES = 4  # two in each direction: one is filled while the other is emptied

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire_engine.decodes import DecodeRow, Decodes
+from quire_engine.contract.decodes import DecodeRow, Decodes
+from quire_engine.contract.types import SamplingParams
 from quire_engine.execution.gpu.device import Packed
 from quire_engine.execution.logit_rules import draws
-from quire_engine.types import SamplingParams
 from quire_kernels.kernel_set import ChoiceRows
 
 # Bits of a row's sampling parameters that decide what choosing its token launches.

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.execution.models.adapter_pairs import Pair, Settings, check_tensor
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.expert_adapters import ExpertStacks, check_parameters, expert_matrices

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.execution.models.options import read_json_object
 from quire_engine.gguf import PLAIN, StoredTensor, read_gguf
 from quire_engine.plain_files import open_plain, read_plain

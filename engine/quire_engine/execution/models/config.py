@@ -16,12 +16,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from quire_engine.config import HEADLESS, entry_of
+from quire_engine.contract.config import HEADLESS, entry_of
+from quire_engine.contract.kv_groups import KVHeads
 from quire_engine.execution.models.experts_config import ExpertsConfig, experts_of
 from quire_engine.execution.models.families import FAMILIES, Bias, Family
 from quire_engine.execution.models.options import Options
 from quire_engine.execution.models.quantisation import Quantisation, quantisation_of
-from quire_engine.kv_groups import KVHeads
 from quire_engine.plain_files import read_plain
 
 # Options of other families, at the values that change nothing here. Exporters write them into every configuration.

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.execution.models.adapter_pairs import Pair, Settings, check_tensor
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.sites import site_of

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.experts import EXPERT_SCALES, OWN_NORM, SELECTION_BIAS
 from quire_engine.execution.models.experts_config import ExpertsConfig

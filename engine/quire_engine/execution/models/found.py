@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from quire_engine.config import EngineConfig
-from quire_engine.errors import ConfigError, ModelLoadError, NotNative
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError, ModelLoadError, NotNative
 from quire_engine.execution.device import resolve_device
 from quire_engine.execution.models.config import ModelConfig, load_model_config
 from quire_engine.execution.models.parameters import Parameters, count_parameters

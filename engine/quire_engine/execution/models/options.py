@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from quire_engine.errors import ModelLoadError, NotNative
+from quire_engine.contract.errors import ModelLoadError, NotNative
 from quire_engine.gguf import typed_name
 from quire_engine.plain_files import read_plain
 

@@ -14,13 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.kv_groups import KVHeads, KVLayout
 from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.checkpoint import StoredTensors, fingerprint
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.matrix_parts import WeightSource
 from quire_engine.execution.models.quantisation import Quantisation
-from quire_engine.kv_groups import KVHeads, KVLayout
 from quire_engine.ranks import ALONE, Rank
 from quire_kernels.kernel_set import ChoiceRows, KernelSet
 from quire_kernels.packed_form import PackedForm

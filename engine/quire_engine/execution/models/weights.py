@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quire_engine.contract.kv_groups import KVLayout, one_group
 from quire_engine.execution.models.checkpoint import Checkpoint, StoredTensors, open_checkpoint
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.decoder import Decoder, Weights
@@ -37,7 +38,6 @@ from quire_engine.execution.models.rope import rope_table
 from quire_engine.execution.models.sites import site_of
 from quire_engine.execution.packed.image import ALIGNMENT, Image, ImageWriter
 from quire_engine.execution.progress import Progress, Tell, tell_nobody
-from quire_engine.kv_groups import KVLayout, one_group
 from quire_engine.ranks import ALONE, Rank, heads_of_rank
 from quire_kernels.kernel_set import (
     Attend,

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from quire_engine.config import EngineConfig
-from quire_engine.errors import ConfigError
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.served import ModelFacts
 from quire_engine.ranks import dividing

@@ -22,8 +22,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from quire_engine.config import DType, EngineConfig, KernelChoice
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.config import DType, EngineConfig, KernelChoice
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.execution.gpu.ranks import DeviceLeader
 from quire_engine.machine import CoreShare
 from quire_engine.own_modules import module_command

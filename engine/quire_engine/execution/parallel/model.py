@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import Tensor
 
-from quire_engine.execution.kv_storage import KVBlocks, Pairs
+from quire_engine.execution.kv.kv_storage import KVBlocks, Pairs
 from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.served import ModelFacts, ServedModel
 from quire_engine.execution.parallel.messages import Kind, Message, decode, step_of, told_step

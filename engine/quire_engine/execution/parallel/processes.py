@@ -18,11 +18,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from quire_engine.config import CpuVariant, DType, EngineConfig
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.config import CpuVariant, DType, EngineConfig
+from quire_engine.contract.errors import ModelLoadError
+from quire_engine.execution.kv.pool_rows import mapped
 from quire_engine.execution.models.served import ServedModel
 from quire_engine.execution.parallel.model import Leader
-from quire_engine.execution.pool_rows import mapped
 from quire_engine.machine import CoreShare
 from quire_engine.own_modules import module_command
 from quire_engine.ranks import Rank

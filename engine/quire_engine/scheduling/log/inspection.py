@@ -11,9 +11,10 @@ from dataclasses import asdict, fields
 from itertools import chain
 from typing import Any
 
-from quire_engine.errors import Unanswerable
-from quire_engine.invariants import InvariantViolation
-from quire_engine.limits import SchedulerConfig
+from quire_engine.contract.errors import Unanswerable
+from quire_engine.contract.invariants import InvariantViolation
+from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.types import WAIT_REASONS, EngineStats, WaitReason
 from quire_engine.scheduling.decode_columns import DecodeColumns
 from quire_engine.scheduling.kv_allocator import KVAllocator, matchable
 from quire_engine.scheduling.log.pool_view import pool_view
@@ -24,7 +25,6 @@ from quire_engine.scheduling.planner import Planner
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.speculation import Speculation
-from quire_engine.types import WAIT_REASONS, EngineStats, WaitReason
 
 MOST_STEPS = 256  # in one answer, which is made between two steps while every stream waits
 MOST_EVENTS = 512  # in one view

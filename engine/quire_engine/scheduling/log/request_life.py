@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire_engine.contract.types import FinishReason
 from quire_engine.scheduling.sequence import Group, Sequence
-from quire_engine.types import FinishReason
 
 # transit: from the arrival to the scheduler; queue: until it enters; prefill: until its first token; decode: until its
 # end; preempted: until it enters again; recompute: until its next token; held: until its release; done: after its end.

@@ -14,15 +14,15 @@ from typing import Literal
 
 import numpy as np
 
-from quire_engine.batch import PENDING, Batch, SampledToken, ScheduledSequence, StepResult, num_accepted
-from quire_engine.decodes import BatchInColumns
-from quire_engine.limits import SchedulerLimits
+from quire_engine.contract.batch import PENDING, Batch, SampledToken, ScheduledSequence, StepResult, num_accepted
+from quire_engine.contract.decodes import BatchInColumns
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import FinishReason, GenerationRequest, TokenOutput
 from quire_engine.scheduling.log.request_life import Nearest, PreemptionMode, RequestLife
 from quire_engine.scheduling.log.step_records import NOTHING, Contents, EventKind, FailedPart
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.step_plan import Decision, StepPlan
-from quire_engine.types import FinishReason, GenerationRequest, TokenOutput
 
 MOST_FINISHED = 1024  # ended requests whose lives are kept
 _NO_ITEMS: tuple[ScheduledSequence, ...] = ()

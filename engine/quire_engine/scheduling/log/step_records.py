@@ -13,8 +13,8 @@ from hashlib import blake2b
 from secrets import token_bytes
 from typing import Any, Literal
 
+from quire_engine.contract.types import FinishReason
 from quire_engine.scheduling.step_plan import Decision
-from quire_engine.types import FinishReason
 
 FORMAT = 2
 EventKind = Literal["submit", "abort", "fail", "expire", "hold", "release", "end", "reset", "adopt"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from quire_engine.config import EngineConfig, engine_config
+from quire_engine.contract.config import EngineConfig, engine_config
 from quire_engine.tools.json_child import converse
 
 

@@ -16,7 +16,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.tools.baselines.batches import Member, RunBatch, Times, answer
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from quire_engine.build import build
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 from quire_engine.engine import Engine
 from quire_engine.tools.baselines.batches import Member, RunBatch, Times, answer
-from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 
 
 def load(config: EngineConfig) -> RunBatch:

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from quire_engine.config import EngineConfig, engine_config
-from quire_engine.errors import ConfigError
+from quire_engine.contract.config import EngineConfig, engine_config
+from quire_engine.contract.errors import ConfigError
 from quire_engine.execution.gpu.device import CudaDevice, capture_on
 from quire_engine.execution.kernel_checks import model_sizes, select_kernels
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.found import find_model
 from quire_engine.execution.progress import tell_nobody
 from quire_engine.execution.proven_paths import asked_paths, without_paths
+from quire_engine.execution.verdict import Verdict, verdict_of
 from quire_engine.tools.json_child import converse
 from quire_engine.tools.prover.work import Proof
 from quire_engine.tools.prover.workers import Broken, Patience, Say, prove
-from quire_engine.verdict import Verdict, verdict_of
 from quire_kernels.triton_compilers import tell_compilers
 from quire_kernels.verify.findings import Subject
 

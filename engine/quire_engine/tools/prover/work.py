@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_engine.execution.kernel_checks import start_checks
+from quire_engine.execution.verdict import Verdict
 from quire_engine.tools.prover.workers import Say
-from quire_engine.verdict import Verdict
 from quire_kernels.optional_paths import NAMES, PATHS, OptionalPath
 from quire_kernels.reference import REFERENCE
 from quire_kernels.verify.attention import like_reference

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from quire_engine.execution.verdict import Verdict
 from quire_engine.machine import die_with_parent
-from quire_engine.verdict import Verdict
 
 _COMPILING = 60.0  # seconds for one kernel, and for a worker to begin
 _ENDING = 30.0  # seconds for a worker that dies, which may write its memory to a file

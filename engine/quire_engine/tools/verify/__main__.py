@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from quire_engine.contract.errors import ConfigError
 from quire_engine.demo import demo_model_path
-from quire_engine.errors import ConfigError
 from quire_engine.execution.device import own_dtype, resolve_device
 from quire_engine.execution.kernel_checks import model_sizes
 from quire_engine.execution.models.config import load_model_config

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from quire_engine.build import build
-from quire_engine.config import DType, EngineConfig, KernelChoice
+from quire_engine.contract.config import DType, EngineConfig, KernelChoice
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 from quire_engine.demo import demo_model_path, recorded_answers_path
 from quire_engine.engine import Engine
-from quire_engine.limits import SchedulerLimits
-from quire_engine.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 
 LEAST_LEAD = 2.0
 _POOL_BYTES = 32 << 20

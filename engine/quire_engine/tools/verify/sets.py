@@ -14,8 +14,8 @@ from typing import get_args
 
 import torch
 
-from quire_engine.config import KernelChoice
-from quire_engine.errors import ConfigError
+from quire_engine.contract.config import KernelChoice
+from quire_engine.contract.errors import ConfigError
 from quire_engine.execution.gpu.device import CudaDevice, capture_on
 from quire_engine.execution.kernel_checks import choice_checks
 from quire_kernels.kernel_set import KVFormat, KVType, Quantization

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
-from quire_engine.config import Quantization
+from quire_engine.contract.config import Quantization
+from quire_engine.contract.types import PREEMPTION_CAUSES
 from quire_engine.simulation.slo import Objective, Slo
-from quire_engine.types import PREEMPTION_CAUSES
 from quire_server.commands.diagnosis.scrapes import Window
-from quire_server.commands.showing.terminal import duration
+from quire_server.showing.terminal import duration
 
 _HISTOGRAMS = {
     "ttft": "quire_time_to_first_token_seconds",

@@ -17,8 +17,8 @@ from typing import get_args
 from rich.console import Console
 from rich.table import Table
 
+from quire_engine.contract.errors import ConfigError
 from quire_engine.cost_model import seconds
-from quire_engine.errors import ConfigError
 from quire_engine.routing.policy import RoutePolicyName, route_policy
 from quire_engine.simulation.coarse import Fit, Fitted, fitted, simulate_coarsely
 from quire_engine.simulation.fleet import (
@@ -41,7 +41,7 @@ from quire_engine.simulation.roles_plan import RolesPlan, Way, plan_roles
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.slo import Slo
 from quire_engine.simulation.traces import TraceRow
-from quire_server.commands.showing.terminal import DONE, FAILED, above_0, duration, whole_number
+from quire_server.showing.terminal import DONE, FAILED, above_0, duration, whole_number
 
 _HOURS = 3600.0
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_engine.memory_plan import bytes_text
 from quire_engine.simulation.kv_memory import KVShape, kv_shape, sequence_memory, shared_prefix
-from quire_server.commands.showing.terminal import whole_number
+from quire_server.showing.terminal import whole_number
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SHAPE = ("layers", "kv_heads", "head_dim", "bytes_per_value")

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_engine.simulation.fitting import LARGEST_ERROR, FitError
 from quire_engine.simulation.search import BACKLOG, Plan, Sustained
 from quire_engine.simulation.slo import Slo
-from quire_server.commands.showing.terminal import duration
+from quire_server.showing.terminal import duration
 
 BEGIN, END = "<!-- quire plan: begin; written by `quire plan --write` -->", "<!-- quire plan: end -->"
 _LEAST_LENGTHS = 10  # fewest durations of a request that a load should last

@@ -11,7 +11,7 @@ from rich.table import Table
 from quire_engine.simulation.contiguous import LEGEND, ContiguousOutcome, drawn
 from quire_engine.simulation.report import Distribution, Report
 from quire_engine.simulation.static_batching import StaticOutcome
-from quire_server.commands.showing.terminal import duration
+from quire_server.showing.terminal import duration
 
 _LATENCIES = (
     ("ttft", "time to the first token"),

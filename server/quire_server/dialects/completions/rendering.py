@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
-from quire_engine.types import TokenLogprobs
+from quire_engine.contract.types import TokenLogprobs
 from quire_server.answering.choice import ChoiceDelta
 from quire_server.answering.echoing import prompt_offsets
 from quire_server.answering.generation import Generation

@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from quire_engine.errors import QuireError
+from quire_engine.contract.errors import QuireError
 from quire_server.answering.answer import answer
 from quire_server.answering.prepare import admit, notes
 from quire_server.answering.vectors import embedding_lists

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire_engine.types import TokenLogprobs
+from quire_engine.contract.types import TokenLogprobs
 from quire_server.answering.choice import Answer, ChoiceDelta, Thought, pieces
 from quire_server.answering.generation import Generation, Usage
 from quire_server.answering.prepare import Job

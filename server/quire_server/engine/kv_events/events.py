@@ -13,9 +13,9 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from quire_engine.config import EnginePlan
-from quire_engine.errors import ConfigError
-from quire_engine.types import CacheEvent
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.types import CacheEvent
 
 _FLAG = "--kv-events-config"
 _POOL = "GPU"  # vLLM's name of the pool that an engine computes in, whatever its device

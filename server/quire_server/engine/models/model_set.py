@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from quire_engine.config import EnginePlan
-from quire_engine.errors import EngineDead, QuireError
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.errors import EngineDead, QuireError
 from quire_engine.process.transport import LoadProgress
 from quire_server.engine.models.budget import Resident, room_for
 from quire_server.engine.models.sleeping import SleepingSupervisor

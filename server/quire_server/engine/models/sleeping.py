@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from quire_engine.config import EnginePlan, for_later_engines
-from quire_engine.errors import QuireError
+from quire_engine.contract.config import EnginePlan, for_later_engines
+from quire_engine.contract.errors import QuireError
 from quire_engine.process.transport import Shutdown
 from quire_server.engine.recovery import JournalEntry
 from quire_server.engine.restart_policy import RestartBudget

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from quire_engine.config import EnginePlan
-from quire_engine.errors import ProtocolError
-from quire_engine.types import MAX_LOGPROBS, GenerationRequest
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.errors import ProtocolError
+from quire_engine.contract.types import MAX_LOGPROBS, GenerationRequest
 
 MOST_CHOICES = 1024
 _MOST_NAME = 4096  # characters of a tenant, a salt, a path

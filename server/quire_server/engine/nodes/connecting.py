@@ -9,9 +9,9 @@ import asyncio
 import socket
 from typing import Any
 
-from quire_engine.errors import ConfigError, ProtocolError
-from quire_engine.handshake import CHALLENGE_BYTES, PROOF_BYTES, FrontHandshake, Refused, binding
-from quire_engine.link_security import LinkSecurity
+from quire_engine.contract.errors import ConfigError, ProtocolError
+from quire_engine.links.handshake import CHALLENGE_BYTES, PROOF_BYTES, FrontHandshake, Refused, binding
+from quire_engine.links.link_security import LinkSecurity
 from quire_server.engine.nodes.addresses import Address, resolve
 from quire_server.engine.nodes.frames import FROM_FRONT, FROM_NODE, NodeState
 from quire_server.engine.nodes.link import Link

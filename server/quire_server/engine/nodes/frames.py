@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quire_engine.config import EnginePlan
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.types import EngineStats, GenerationRequest, StepOutput
 from quire_engine.process.transport import (
     Abort,
     Codec,
@@ -20,7 +21,6 @@ from quire_engine.process.transport import (
     LoadProgress,
     Release,
 )
-from quire_engine.types import EngineStats, GenerationRequest, StepOutput
 
 MAX_LINK_FRAME_BYTES = 64 << 20  # prompt log-probabilities are the longest
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any, cast
 
-from quire_engine.errors import ProtocolError
-from quire_engine.handshake import Refused
+from quire_engine.contract.errors import ProtocolError
+from quire_engine.links.handshake import Refused
 from quire_engine.process.transport import Codec, FrameDecoder
 
 MOST_UNFINISHED = 128 << 20  # bytes of frames that have begun to arrive, all connections of a node together

@@ -18,13 +18,13 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 
-from quire_engine.config import EnginePlan
-from quire_engine.errors import ConfigError, QuireError
-from quire_engine.handshake import ANSWER_BYTES, NodeHandshake, Refused, binding
-from quire_engine.link_security import LinkSecurity
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.errors import ConfigError, QuireError
+from quire_engine.contract.types import NAME_MODEL, EngineStats, GenerationRequest, StepOutput, TokenOutput
+from quire_engine.links.handshake import ANSWER_BYTES, NodeHandshake, Refused, binding
+from quire_engine.links.link_security import LinkSecurity
 from quire_engine.own_pauses import OwnPauses
 from quire_engine.routing.index import MOST_BLOCKS
-from quire_engine.types import NAME_MODEL, EngineStats, GenerationRequest, StepOutput, TokenOutput
 from quire_server.background import begin
 from quire_server.engine.nodes.addresses import Address, resolve
 from quire_server.engine.nodes.checks import wrong_in

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from quire_engine.config import EnginePlan
-from quire_engine.errors import EngineDead
-from quire_engine.link_security import LinkSecurity
-from quire_engine.types import EngineStats
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.errors import EngineDead
+from quire_engine.contract.types import EngineStats
+from quire_engine.links.link_security import LinkSecurity
 from quire_server.background import begin
 from quire_server.engine.nodes.addresses import Source, members
 from quire_server.engine.nodes.frames import NodeState

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from quire_engine.errors import ConfigError
-from quire_engine.link_security import link_security
+from quire_engine.contract.errors import ConfigError
+from quire_engine.links.link_security import link_security
 from quire_server.engine.nodes.addresses import parse_address
 from quire_server.engine.nodes.connecting import trouble_of
 

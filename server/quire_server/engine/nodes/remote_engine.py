@@ -16,13 +16,13 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from quire_engine.config import EnginePlan
-from quire_engine.errors import ConfigError, EngineDead, ProtocolError, Unanswerable
-from quire_engine.handshake import Refused
-from quire_engine.link_security import LinkSecurity
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.errors import ConfigError, EngineDead, ProtocolError, Unanswerable
+from quire_engine.contract.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
+from quire_engine.links.handshake import Refused
+from quire_engine.links.link_security import LinkSecurity
 from quire_engine.own_pauses import OwnPauses
 from quire_engine.process.transport import Abort, Control, Hold, Inspect, Inspected, LoadProgress, Release
-from quire_engine.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
 from quire_server.background import begin
 from quire_server.engine.connection import MOST_QUESTIONS, TooManyQuestions
 from quire_server.engine.nodes.addresses import Address

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from quire_engine.errors import ProtocolError, QuireError
+from quire_engine.contract.errors import ProtocolError, QuireError
+from quire_engine.contract.types import EngineStats, GenerationRequest, PrefixChanges, StepOutput, TokenOutput
 from quire_engine.process.transport import Abort, Control, Hold, Inspect, Inspected, Release
-from quire_engine.types import EngineStats, GenerationRequest, PrefixChanges, StepOutput, TokenOutput
 from quire_server.engine.connection import MOST_QUESTIONS
 from quire_server.engine.nodes.checks import check_shape
 from quire_server.engine.nodes.frames import NodeState, NodeStep, Ping, request_shifted, stats_shifted

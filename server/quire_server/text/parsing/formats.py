@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_server.text.parsing.coded import FUNCTION_GEMMA, GEMMA_4, OLMO, PYTHONIC
 from quire_server.text.parsing.harmony import HARMONY
 from quire_server.text.parsing.json_call import read_call, read_calls, read_value

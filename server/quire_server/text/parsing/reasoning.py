@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_server.text.parsing import harmony
 
 TokenId = Callable[[str], int | None]  # the id of a text that is one token of the vocabulary

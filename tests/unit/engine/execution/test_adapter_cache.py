@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
+from quire_engine.contract.types import Adapter, AdaptersInUse
 from quire_engine.execution.adapters import AdapterCache
 from quire_engine.execution.models.adapter import read_adapter
 from quire_engine.execution.models.config import load_model_config
-from quire_engine.types import Adapter, AdaptersInUse
 from quire_kernels.reference import REFERENCE
 from support.adapters import write_adapter
 from support.checkpoints import shared_checkpoint

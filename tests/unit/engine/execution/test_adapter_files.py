@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.execution.models.adapter import read_adapter
 from quire_engine.execution.models.config import ModelConfig, load_model_config
 from support.adapters import fused, write_adapter

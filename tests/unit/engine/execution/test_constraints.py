@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from quire_engine.contract.types import SamplingParams, StopParams, ThinkingParams
 from quire_engine.execution.constrained import constraints as constraints_module
 from quire_engine.execution.constrained import grammars as grammars_module
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.logit_rules import SampleRow
-from quire_engine.types import SamplingParams, StopParams, ThinkingParams
 from support.checkpoints import VOCAB_SIZE, write_tokenizer
 from support.model_steps import scheduled
 

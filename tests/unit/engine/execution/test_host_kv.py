@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire_engine.batch import Batch
-from quire_engine.execution.kv_storage import HostKV
-from quire_engine.execution.pool_rows import PoolRows, block_rows
+from quire_engine.contract.batch import Batch
+from quire_engine.execution.kv.kv_storage import HostKV
+from quire_engine.execution.kv.pool_rows import PoolRows, block_rows
 from quire_kernels.kernel_set import KVFormat
 from quire_kernels.select import select
 

@@ -10,8 +10,8 @@ from threading import Event
 import pytest
 import torch
 
-from quire_engine.errors import ConfigError
-from quire_engine.execution.kv_storage import KVFiles
+from quire_engine.contract.errors import ConfigError
+from quire_engine.execution.kv.kv_storage import KVFiles
 
 BYTES = 40
 KEYS = [bytes([number]) * 32 for number in range(9)]
@@ -92,7 +92,7 @@ def test_a_block_is_read_when_its_content_has_arrived_and_not_if_another_is_to_c
 
 
 def test_more_than_the_disk_takes_is_left_out(host, monkeypatch):
-    monkeypatch.setattr("quire_engine.execution.kv_storage._MOST_WAITING", 1)
+    monkeypatch.setattr("quire_engine.execution.kv.kv_storage._MOST_WAITING", 1)
     first, arrived, begun = host(), Event(), Event()
     first.store(0, 4, lambda: (begun.set(), arrived.wait()))
     assert begun.wait(10)
@@ -163,7 +163,7 @@ def test_a_link_and_a_file_are_refused(tmp_path):
 
 
 def test_two_servers_do_not_share_a_directory(host, tmp_path, monkeypatch):
-    monkeypatch.setattr("quire_engine.execution.block_files._PATIENCE", 0.1)
+    monkeypatch.setattr("quire_engine.execution.kv.block_files._PATIENCE", 0.1)
     host()
     with pytest.raises(ConfigError, match="in use by another server"):
         Host(tmp_path / "kv")

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.execution.load_thread import LoadThread
 
 _WAIT = 30  # seconds that only a hang reaches

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire_engine.batch import Batch, Fork, ScheduledSequence, StepResult
+from quire_engine.contract.batch import Batch, Fork, ScheduledSequence, StepResult
+from quire_engine.contract.types import NO_CANDIDATE, NON_FINITE, SamplingParams, StopParams, ThinkingParams
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.executor import Executor
 from quire_engine.execution.logit_rules import SampleRow, asks_for_masked_argmax
 from quire_engine.execution.runner import Runner
-from quire_engine.types import NO_CANDIDATE, NON_FINITE, SamplingParams, StopParams, ThinkingParams
 from quire_kernels.cpu.ops import cpu_kernel_set
 from quire_kernels.kernel_set import Norm
 from support.checkpoints import VOCAB_SIZE, write_tokenizer

@@ -11,9 +11,9 @@ from typing import cast
 
 import pytest
 
-from quire_engine.batch import Batch, SampledToken, StepResult
-from quire_engine.drafts import NO_DRAFT, Draft, Wish
-from quire_engine.errors import ConfigError
+from quire_engine.contract.batch import Batch, SampledToken, StepResult
+from quire_engine.contract.drafts import NO_DRAFT, Draft, Wish
+from quire_engine.contract.errors import ConfigError
 from quire_engine.execution.drafting.model import ModelDrafter, check_same_tokens
 from quire_engine.execution.runner import Computed, Runner
 from support.fake_model import VOCAB_SIZE, extend, sample

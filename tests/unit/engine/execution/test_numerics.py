@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire_engine.build import resolve_plan
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.limits import SchedulerLimits
 from quire_engine.demo import demo_model_path
-from quire_engine.limits import SchedulerLimits
 
 ASKED = EngineConfig(model=str(demo_model_path()), device="cpu", kernels="reference", dtype="float32")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire_engine.drafts import NO_DRAFT
+from quire_engine.contract.drafts import NO_DRAFT
 from quire_engine.execution.drafting.outputs import HALF, MOST_TOKENS, OutputsDrafter
 
 OUTPUT = tuple(range(100, 140))

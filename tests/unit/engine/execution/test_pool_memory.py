@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import quire_engine.execution.memory
-from quire_engine.config import EngineConfig
-from quire_engine.errors import ConfigError
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.limits import SchedulerLimits
 from quire_engine.execution.memory import estimate_workspace, pool_memory
 from quire_engine.execution.models.config import load_model_config
-from quire_engine.limits import SchedulerLimits
 from quire_engine.memory_plan import PoolSize
 from quire_kernels.reference import REFERENCE
 from support.checkpoints import shared_checkpoint

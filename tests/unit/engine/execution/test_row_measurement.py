@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from quire_engine.batch import Batch, SampledToken, StepResult
+from quire_engine.contract.batch import Batch, SampledToken, StepResult
+from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.execution.drafting.row_costs import measured_rows
-from quire_engine.limits import SchedulerConfig, SchedulerLimits
 
 
 class Machine:

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire_engine.batch import Batch, Fork, ScheduledSequence
+from quire_engine.contract.batch import Batch, Fork, ScheduledSequence
+from quire_engine.contract.types import MODEL_FAILED, NON_FINITE, SamplingParams, StopParams
 from quire_engine.execution.executor import Executor
 from quire_engine.execution.runner import Runner
-from quire_engine.types import MODEL_FAILED, NON_FINITE, SamplingParams, StopParams
 
 VOCAB = 16
 BLOCK = 4

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
+from quire_engine.contract.types import NO_CANDIDATE, NON_FINITE, SamplingParams, StopParams, ThinkingParams
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.logit_rules import SampleRow
-from quire_engine.types import NO_CANDIDATE, NON_FINITE, SamplingParams, StopParams, ThinkingParams
 from support.sampling import sample, score
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

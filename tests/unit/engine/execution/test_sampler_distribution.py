@@ -9,9 +9,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from quire_engine.contract.types import SamplingParams, StopParams
 from quire_engine.execution import distribution
 from quire_engine.execution.logit_rules import SampleRow, apply_rules
-from quire_engine.types import SamplingParams, StopParams
 from support.sampling import sample
 
 DRAWS = 20_000

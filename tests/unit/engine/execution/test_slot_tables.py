@@ -8,9 +8,9 @@ from array import array
 import pytest
 import torch
 
+from quire_engine.contract.types import SamplingParams
 from quire_engine.execution.gpu.device import PackedInput
 from quire_engine.execution.gpu.tables import DRAWS, LIMITS_K, LIMITS_P, SlotTables
-from quire_engine.types import SamplingParams
 from support.simulated_device import SimulatedDevice
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from quire_engine.batch import PENDING, Fork, ScheduledSequence
+from quire_engine.contract.batch import PENDING, Fork, ScheduledSequence
+from quire_engine.contract.types import Pooling, SamplingParams
 from quire_engine.execution.step_tensors import StepTensors, step_tensors
-from quire_engine.types import Pooling, SamplingParams
 from support.model_steps import batch_of, scheduled
 
 IDS = list(range(20, 60))

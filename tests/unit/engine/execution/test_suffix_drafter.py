@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quire_engine.drafts import NO_DRAFT, Draft, Wish
+from quire_engine.contract.drafts import NO_DRAFT, Draft, Wish
 from quire_engine.execution.drafting.outputs import OutputsDrafter
 from quire_engine.execution.drafting.suffix import MOST_MATCH, MOST_PLACES, SuffixDrafter
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire_engine.contract.types import ThinkingParams
 from quire_engine.execution.constrained.constraints import Thinking
-from quire_engine.types import ThinkingParams
 
 START, END = 8, 9
 

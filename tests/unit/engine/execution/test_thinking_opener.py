@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from quire_engine.contract.types import SamplingParams, StopParams
 from quire_engine.execution.constrained.constraints import Constraints
 from quire_engine.execution.constrained.grammars import Grammars
 from quire_engine.execution.logit_rules import SampleRow
-from quire_engine.types import SamplingParams, StopParams
 from support.checkpoints import VOCAB_SIZE, write_tokenizer
 from support.sampling import sample
 

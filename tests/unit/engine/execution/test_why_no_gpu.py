@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_engine.execution import device
 from quire_engine.machine import gpu_driver, why_no_gpu
 

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
+from quire_engine.contract.types import EngineHealth, EngineStats, StepOutput
 from quire_engine.engine import Engine
 from quire_engine.process import loop
 from quire_engine.process.loop import EngineLoop, Garbage
 from quire_engine.process.transport import Alive, FrameDecoder, Shutdown, encode_frame
-from quire_engine.types import EngineHealth, EngineStats, StepOutput
 from support.fake_executor import new_run, request
 
 

@@ -9,8 +9,8 @@ import signal
 
 import pytest
 
+from quire_engine.contract.errors import EngineDead, QuireError, Unanswerable
 from quire_engine.engine import Engine
-from quire_engine.errors import EngineDead, QuireError, Unanswerable
 from quire_engine.process import loop
 from quire_engine.process.loop import inspected
 from quire_engine.process.transport import Inspect

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import pytest
 
-from quire_engine.config import EngineConfig
-from quire_engine.errors import Unanswerable
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import Unanswerable
+from quire_engine.contract.types import EngineHealth, EngineStats, StepOutput
 from quire_engine.process import loop
 from quire_engine.process.loop import EngineLoop
 from quire_engine.process.pace import LEASE_SECONDS, Pace
 from quire_engine.process.transport import Control, FrameDecoder, Inspected, Shutdown, encode_frame
-from quire_engine.types import EngineHealth, EngineStats, StepOutput
 from support.supervising import request, run, supervised
 
 

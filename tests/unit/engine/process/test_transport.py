@@ -6,8 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire_engine.config import EngineConfig
-from quire_engine.errors import ProtocolError
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ProtocolError
+from quire_engine.contract.token_columns import Outputs, Stream, step_output
+from quire_engine.contract.types import (
+    EngineHealth,
+    EngineStats,
+    GenerationRequest,
+    RequestTiming,
+    SamplingParams,
+    StepOutput,
+    StopParams,
+    ThinkingParams,
+    TokenLogprobs,
+    TokenOutput,
+)
 from quire_engine.process.transport import (
     MAX_FRAME_BYTES,
     Abort,
@@ -24,19 +37,6 @@ from quire_engine.process.transport import (
     Shutdown,
     StartFailed,
     encode_frame,
-)
-from quire_engine.token_columns import Outputs, Stream, step_output
-from quire_engine.types import (
-    EngineHealth,
-    EngineStats,
-    GenerationRequest,
-    RequestTiming,
-    SamplingParams,
-    StepOutput,
-    StopParams,
-    ThinkingParams,
-    TokenLogprobs,
-    TokenOutput,
 )
 from support.fake_engine_process import make_plan
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import TenantStats
 from quire_engine.cost_model import CostModel
-from quire_engine.limits import SchedulerLimits
 from quire_engine.routing.fleet import TenantService, WantedReplicas, first_to_go, request_seconds, wanted_together
 from quire_engine.routing.views import ReplicaView
-from quire_engine.types import TenantStats
 
 COST = CostModel(step=0.01, row=1e-4, prompt=((1, 0.011), (512, 0.06)))
 VIEW = ReplicaView(name="a", cohort="", state="ready", cost=COST, limits=SchedulerLimits())

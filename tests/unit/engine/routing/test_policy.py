@@ -8,13 +8,13 @@ from typing import get_args
 
 import pytest
 
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import PrefixChanges
 from quire_engine.cost_model import CostModel
-from quire_engine.errors import ConfigError
-from quire_engine.limits import SchedulerLimits
 from quire_engine.routing.index import PrefixIndex
 from quire_engine.routing.policy import RoutePolicyName, route_policy
 from quire_engine.routing.views import NoReplica, ReplicaView, RouteRequest
-from quire_engine.types import PrefixChanges
 
 COST = CostModel(step=0.01, row=1e-4, context=1e-8, prompt=((1, 0.011), (512, 0.05), (2048, 0.18)))
 LIMITS = SchedulerLimits(block_size=16, max_num_batched_tokens=2048, prefill_chunk=2048, itl_target=0.0)

@@ -7,13 +7,13 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire_engine.batch import Batch, SampledToken, StepResult
+from quire_engine.contract.batch import Batch, SampledToken, StepResult
+from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.cost_model import CostModel
-from quire_engine.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.routing.prediction import Slowness, predicted_ttft, prompt_tokens_a_step
 from quire_engine.routing.views import ReplicaView, RouteRequest
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 
 COST = CostModel(
     step=0.01, row=1e-4, context=1e-8, prompt=((1, 0.011), (512, 0.05), (2048, 0.18)), chunk_context=1e-9, request=0.001

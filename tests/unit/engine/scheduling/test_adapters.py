@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire_engine.types import Adapter, GenerationRequest
+from quire_engine.contract.types import Adapter, GenerationRequest
 from support.fake_executor import Run, new_run, produced_alone, request
 
 

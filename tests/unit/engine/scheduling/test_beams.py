@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from quire_engine.errors import InfeasibleRequest
+from quire_engine.contract.errors import InfeasibleRequest
+from quire_engine.contract.types import BeamParams, GenerationRequest, SamplingParams, StopParams, TokenLogprobs
 from quire_engine.scheduling.beams import BeamSearch
-from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams, TokenLogprobs
 from support.fake_executor import Run, new_run, request
 from support.fake_model import expected_beams
 

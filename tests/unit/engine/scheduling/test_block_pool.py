@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire_engine.invariants import InvariantViolation
+from quire_engine.contract.invariants import InvariantViolation
 from quire_engine.scheduling.block_pool import BlockPool
 from quire_engine.scheduling.cache_shares import PATIENCE
 from support.scheduler_model import order_of_reuse

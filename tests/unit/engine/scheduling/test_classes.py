@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from quire_engine.limits import SchedulerConfig
+from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.types import GenerationRequest
 from quire_engine.scheduling.shares import MAX_CLASS_PREEMPTIONS
-from quire_engine.types import GenerationRequest
 from support.fake_executor import Run, new_run, produced_alone, request
 from support.limits import scheduler_config
 from support.simulated_tenants import Arrival, History, Machine, simulate

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from unittest.mock import Mock
 
+from quire_engine.contract.types import DEADLINE_EXCEEDED, GenerationRequest, StepOutput, TokenOutput
 from quire_engine.engine import Engine
 from quire_engine.scheduling.scheduler import Deadlines, Scheduler
-from quire_engine.types import DEADLINE_EXCEEDED, GenerationRequest, StepOutput, TokenOutput
 from quire_server.engine.recovery import JournalEntry
 from support.fake_executor import FakeExecutor, new_run, produced_alone, request
 from support.limits import scheduler_config

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire_engine.limits import SchedulerConfig
-from quire_engine.types import BeamParams, SamplingParams
+from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.types import BeamParams, SamplingParams
 from support.fake_executor import new_run, request
 from support.limits import scheduler_config
 from support.simulated_tenants import Arrival, History, Machine, simulate

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from quire_engine.contract.roles import LATE_SECONDS, LATE_SHARE
+from quire_engine.contract.types import GenerationRequest, KVSource, StepOutput
 from quire_engine.engine import Engine
-from quire_engine.roles import LATE_SECONDS, LATE_SHARE
 from quire_engine.scheduling.kept_prefixes import SHORTEST, Wait
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import GenerationRequest, KVSource, StepOutput
 from support.fake_executor import FakeExecutor, expected_tokens, request
 from support.fake_peers import FakePeers
 from support.limits import scheduler_config

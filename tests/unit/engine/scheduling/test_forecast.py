@@ -8,11 +8,11 @@ from collections.abc import Sequence as Values
 
 import pytest
 
+from quire_engine.contract.types import EngineStats
 from quire_engine.scheduling.blocks import NO_MATCH, PageTable, SequenceKV
 from quire_engine.scheduling.forecast import _MOST_KINDS, WORTH, ByExpectedPeak, Margin, OutputLengths
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.sequence import Group, Sequence
-from quire_engine.types import EngineStats
 from support.fake_executor import DEAR, Run, new_run, produced_alone, request
 
 NUM_CASES = 600  # of the exact peak; `make schedule-test` does many times as many

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.contract.types import GenerationRequest, StepOutput
 from quire_engine.engine import Engine
-from quire_engine.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import GenerationRequest, StepOutput
 from support.fake_executor import FakeExecutor, Run, new_run, outputs_of, own_tokens, produced_alone, request
 from support.limits import scheduler_config
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from quire_engine.block_hashes import prompt_hashes
+from quire_engine.contract.block_hashes import prompt_hashes
+from quire_engine.contract.types import GenerationRequest, StepOutput
 from quire_engine.engine import Engine
 from quire_engine.scheduling.kept_prefixes import LEAST_TOKENS
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import GenerationRequest, StepOutput
 from support.fake_executor import FakeExecutor, expected_tokens, request
 from support.fake_store import FakeStore
 from support.limits import scheduler_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire_engine.invariants import InvariantViolation
+from quire_engine.contract.invariants import InvariantViolation
 from quire_engine.scheduling.blocks import NO_MATCH, PageTable, SequenceKV
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.log.inspection import num_unused_slots

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
+from quire_engine.contract.types import GenerationRequest, StepOutput
 from quire_engine.engine import Engine
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import GenerationRequest, StepOutput
 from support.fake_executor import FakeExecutor, Run, new_run, produced_alone, request
 from support.limits import scheduler_config
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from quire_engine.batch import Batch, SampledToken, StepResult
+from quire_engine.contract.batch import Batch, SampledToken, StepResult
+from quire_engine.contract.types import NON_FINITE, GenerationRequest, TokenOutput
 from quire_engine.engine import Engine
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import NON_FINITE, GenerationRequest, TokenOutput
 from support.fake_executor import FakeExecutor, Run, expected_tokens, new_run, produced_alone, request
 from support.limits import scheduler_config
 

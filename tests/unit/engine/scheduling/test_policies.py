@@ -7,8 +7,9 @@ from typing import get_args
 
 import pytest
 
-from quire_engine.errors import InfeasibleRequest
-from quire_engine.limits import SchedulerConfig, SchedulerLimits, VictimName
+from quire_engine.contract.errors import InfeasibleRequest
+from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits, VictimName
+from quire_engine.contract.types import GenerationRequest, ServiceClass
 from quire_engine.scheduling.blocks import PageTable, SequenceKV
 from quire_engine.scheduling.forecast import has_room
 from quire_engine.scheduling.gate import check_request
@@ -26,7 +27,6 @@ from quire_engine.scheduling.policies import (
     policies_for,
 )
 from quire_engine.scheduling.sequence import Group, Sequence
-from quire_engine.types import GenerationRequest, ServiceClass
 from support.fake_executor import request
 
 CONFIG = SchedulerConfig(num_blocks=60, max_model_len=4096)

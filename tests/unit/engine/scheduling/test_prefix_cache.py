@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quire_engine.block_hashes import block_hash, root_hash
-from quire_engine.invariants import InvariantViolation
+from quire_engine.contract.block_hashes import block_hash, root_hash
+from quire_engine.contract.invariants import InvariantViolation
 from quire_engine.scheduling.prefix_cache import PrefixCache
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from quire_engine.limits import SchedulerLimits
+from quire_engine.contract.limits import SchedulerLimits
 from quire_engine.scheduling.policies import MOST, DeficitLongestPrefix, LongestPrefix, policies_for
 from quire_engine.scheduling.sequence import Group
 from support.fake_executor import Run, new_run, own_tokens, request

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from quire_engine.batch import SampledToken, StepResult
-from quire_engine.errors import ConfigError, InfeasibleRequest
-from quire_engine.invariants import InvariantViolation
-from quire_engine.types import TokenOutput
+from quire_engine.contract.batch import SampledToken, StepResult
+from quire_engine.contract.errors import ConfigError, InfeasibleRequest
+from quire_engine.contract.invariants import InvariantViolation
+from quire_engine.contract.types import TokenOutput
 from support.fake_executor import expected_tokens, new_run, outputs_of, own_tokens, produced_alone, request
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire_engine.batch import SampledToken, StepResult
+from quire_engine.contract.batch import SampledToken, StepResult
 from support.fake_executor import DEAR, new_run, outputs_of, produced_alone, request
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire_engine.errors import InfeasibleRequest
+from quire_engine.contract.errors import InfeasibleRequest
 from support.fake_executor import expected_tokens, new_run, produced_alone, request
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from quire_engine.drafts import NO_DRAFT, Draft, Wish
+from quire_engine.contract.drafts import NO_DRAFT, Draft, Wish
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculation
 from support.fake_executor import FakeExecutor, Run, request

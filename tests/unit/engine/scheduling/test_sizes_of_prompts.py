@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from quire_engine.contract.types import GenerationRequest
 from quire_engine.scheduling.account import SMALL, size_class
-from quire_engine.types import GenerationRequest
 from support.fake_executor import Run, new_run, outputs_of, produced_alone, request
 
 LONG = 600  # tokens of a prompt of the second class

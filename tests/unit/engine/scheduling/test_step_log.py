@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from quire_engine.contract.types import StepOutput
 from quire_engine.engine import Engine
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import StepOutput
 from support.fake_executor import FakeExecutor, Run, new_run, request
 from support.limits import scheduler_config
 

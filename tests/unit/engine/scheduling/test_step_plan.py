@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from quire_engine.contract.types import SamplingParams
 from quire_engine.scheduling.blocks import PageTable, SequenceKV
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.step_plan import StepPlan
-from quire_engine.types import SamplingParams
 from support.fake_executor import request
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire_engine.invariants import InvariantViolation
+from quire_engine.contract.invariants import InvariantViolation
 from quire_engine.scheduling.prefix_cache import Tails
 from support.fake_executor import expected_tokens, new_run, outputs_of, own_tokens, produced_alone, request
 

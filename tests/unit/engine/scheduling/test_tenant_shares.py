@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 
+from quire_engine.contract.types import GenerationRequest, PreemptionCause
 from quire_engine.scheduling.sequence import Group
-from quire_engine.types import GenerationRequest, PreemptionCause
 from support.fake_executor import DEAR, Run, new_run, produced_alone, request
 from support.limits import scheduler_config
 from support.simulated_tenants import Arrival, History, Machine, simulate

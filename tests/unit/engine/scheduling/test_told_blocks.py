@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from quire_engine.batch import SampledToken, StepResult
-from quire_engine.block_hashes import block_hash, prompt_hashes, root_hash, short_name
-from quire_engine.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.contract.batch import SampledToken, StepResult
+from quire_engine.contract.block_hashes import block_hash, prompt_hashes, root_hash, short_name
+from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.contract.types import Adapter, CacheEvent, GenerationRequest, SamplingParams, StopParams
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import Adapter, CacheEvent, GenerationRequest, SamplingParams, StopParams
 from support.fake_store import FakeStore
 
 SIZE = 16

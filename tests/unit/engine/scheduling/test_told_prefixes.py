@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from quire_engine.batch import SampledToken, StepResult
-from quire_engine.block_hashes import routed_names, short_name
-from quire_engine.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.contract.batch import SampledToken, StepResult
+from quire_engine.contract.block_hashes import routed_names, short_name
+from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.contract.types import GenerationRequest, PrefixChanges, SamplingParams, StopParams
 from quire_engine.routing.index import PrefixIndex
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.types import GenerationRequest, PrefixChanges, SamplingParams, StopParams
 
 
 def scheduler(*, tells: bool = True, num_blocks: int = 40, num_host_blocks: int = 0) -> Scheduler:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire_engine.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.simulation.contiguous import Picture, drawn, simulate_contiguous
 from quire_engine.simulation.setup import Setup
 from quire_engine.simulation.simulator import simulate

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from quire_engine.contract.errors import ConfigError
 from quire_engine.cost_model import CostModel, StepSizes
-from quire_engine.errors import ConfigError
 from quire_engine.simulation.fitting import (
     LARGEST_ERROR,
     FitError,

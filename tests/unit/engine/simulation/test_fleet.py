@@ -9,11 +9,11 @@ from functools import cache
 
 import pytest
 
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.contract.roles import CHUNK_FOR_OTHERS, FEWEST_CHUNKS
 from quire_engine.cost_model import CostModel
-from quire_engine.errors import ConfigError
-from quire_engine.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.ranks import num_exchanges
-from quire_engine.roles import CHUNK_FOR_OTHERS, FEWEST_CHUNKS
 from quire_engine.simulation.coarse import Fit, fitted, simulate_coarsely
 from quire_engine.simulation.fleet import Fleet, FleetOutcome, copies, pooled_hits, simulate_steps
 from quire_engine.simulation.fleet_report import FleetReport, fleet_report, pairs_in_order, plan_fleet, ttft_svg

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from quire_engine.errors import ConfigError
-from quire_engine.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.simulation.prefix_match import matching
 from quire_engine.simulation.setup import MATCH_NAMES, MatchName, Setup

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from quire_bench.studies.published import poisson
-from quire_engine.batch import Batch
+from quire_engine.contract.batch import Batch
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.limits import SchedulerConfig
 from quire_engine.cost_model import UNIT_STEPS, CostModel, cost_model, read_cost, seconds
-from quire_engine.errors import ConfigError
-from quire_engine.limits import SchedulerConfig
 from quire_engine.simulation.lengths import exercise_setup, rows_of
 from quire_engine.simulation.plotting import svg, terminal
 from quire_engine.simulation.report import compare, jain, report

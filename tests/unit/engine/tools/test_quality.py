@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.quality_store import Quality, quality_text, store_quality, stored_quality
 from quire_engine.tools.logit_comparison import Comparison, equal_share, kl

@@ -11,8 +11,8 @@ import random
 import pytest
 from llguidance import LLMatcher, LLParserLimits
 
+from quire_engine.contract.grammar_limits import GRAMMAR_LIMITS
 from quire_engine.demo import demo_model_path
-from quire_engine.grammar_limits import GRAMMAR_LIMITS
 from quire_server.answering.constraining.constraints import constraint
 from quire_server.answering.options import GenerationOptions, PromptOptions, Structure
 from quire_server.errors import BadRequest

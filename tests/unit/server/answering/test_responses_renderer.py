@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from quire_engine.types import TokenLogprobs
+from quire_engine.contract.types import TokenLogprobs
 from quire_server.answering.choice import ChoiceDelta
 from quire_server.dialects.responses.reply import ResponseObject
 from quire_server.errors import EngineFailed

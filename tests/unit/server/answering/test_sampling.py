@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire_engine.errors import InfeasibleRequest
+from quire_engine.contract.errors import InfeasibleRequest
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.scheduling.gate import check_request
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams
 from quire_server.answering.options import GenerationOptions
 from quire_server.answering.sampling import (
     MOST_SCORES,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_server.batches import runner
 from quire_server.batches.records import INPUT, Batch, Line, LineProblem, Owner, StoredFile, new_batch_id
 from quire_server.batches.store import BatchStore, NoRoom

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.gguf import Gguf, read_gguf
 from quire_engine.simulation.kv_memory import kv_shape
 from quire_server.checkpoint.gguf_config import check_types, config_of

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.demo import demo_model_path
-from quire_engine.errors import ModelLoadError
 from quire_engine.gguf import Metadata
 from quire_server.checkpoint.gguf_tokenizer import GgufVocabulary
 from quire_server.text.tokenizer import TextTokenizer

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from quire_engine.config import ARCHITECTURES
+from quire_engine.contract.config import ARCHITECTURES
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.demo import demo_model_path
-from quire_engine.errors import ModelLoadError
 from quire_engine.execution.models.families import FAMILIES
 from quire_server.checkpoint.inspect import check_checkpoint
 from quire_server.checkpoint.locate import localized
@@ -26,7 +26,7 @@ from support.loopback_hub import COMMIT, LoopbackHub, serving
 # The library reads its variables when it is imported: each story is a process.
 ASK = """
 import json, logging, sys
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_server.checkpoint.locate import localized
 from quire_server.settings import Settings
 logging.basicConfig(level="INFO", format="%(message)s")

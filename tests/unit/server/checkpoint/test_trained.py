@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_server.checkpoint import trained
 from quire_server.checkpoint.locate import check_location, checkpoint_directory
 from quire_server.checkpoint.trained import TRAINED, NotFetchedError, TrainedModel, fetch, located

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire_server.commands.showing import loading
-from quire_server.commands.showing.loading import Lines, show, shown
+from quire_server.showing import loading
+from quire_server.showing.loading import Lines, show, shown
 
 
 class Clock:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from quire_bench.studies.published import poisson
+from quire_engine.contract.errors import ConfigError, ModelLoadError
 from quire_engine.cost_model import CostModel
-from quire_engine.errors import ConfigError, ModelLoadError
 from quire_engine.simulation.fitting import FitError
 from quire_engine.simulation.kv_memory import KVShape, kv_shape, sequence_memory, shared_prefix
 from quire_engine.simulation.report import report

@@ -13,7 +13,7 @@ from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.simulation.counterfactual import BaseFigure, measured
 from quire_engine.simulation.recorded import Entry, Recording
 from quire_server.commands.replay import run
-from quire_server.commands.showing.terminal import duration
+from quire_server.showing.terminal import duration
 from support.fake_executor import FakeExecutor, request
 from support.limits import scheduler_config
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from quire_engine.errors import ConfigError, EngineDead
+from quire_engine.contract.errors import ConfigError, EngineDead
 from quire_server.commands import verify
 from quire_server.commands.verify import Check, Greedy, Report
 from quire_server.engine import json_child

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from quire_engine.errors import EngineDead, ModelLoadError, QuireError
-from quire_engine.types import AdapterFacts
+from quire_engine.contract.errors import EngineDead, ModelLoadError, QuireError
+from quire_engine.contract.types import AdapterFacts
 from quire_server.engine.adapters import ServedAdapters
 from quire_server.errors import BadRequest, NotReady, Unsupported
 

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from quire_engine.types import (
+from quire_engine.contract.types import (
     EngineStats,
     GenerationRequest,
     RequestTiming,

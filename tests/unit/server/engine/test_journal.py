@@ -2,7 +2,14 @@
 
 from dataclasses import replace
 
-from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams, TokenLogprobs, TokenOutput
+from quire_engine.contract.types import (
+    BeamParams,
+    GenerationRequest,
+    SamplingParams,
+    StopParams,
+    TokenLogprobs,
+    TokenOutput,
+)
 from quire_server.engine.recovery import JournalEntry
 
 SCORE = TokenLogprobs(token_id=2, logprob=-1.0, rank=1)

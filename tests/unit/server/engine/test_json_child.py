@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from quire_engine.errors import ConfigError, EngineDead, ModelLoadError
+from quire_engine.contract.errors import ConfigError, EngineDead, ModelLoadError
 from quire_engine.quality_store import Quality
 from quire_server.engine import json_child
 from quire_server.engine.json_child import ask
 
 PROGRAM = """
 import sys
-from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.contract.errors import ConfigError, ModelLoadError
 from quire_engine.tools.json_child import converse
 
 def answers(questions):

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from quire_engine.config import EngineConfig
-from quire_engine.errors import EngineDead
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import EngineDead
 from quire_server.engine.models import model_set
 from quire_server.engine.models.model_set import PROCESS_BYTES, ModelEngine, ModelSet, Residency
 from quire_server.engine.models.sleeping import SleepingSupervisor

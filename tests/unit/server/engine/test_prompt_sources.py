@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quire_engine.block_hashes import routed_names
-from quire_engine.config import Role
-from quire_engine.types import EngineStats, GenerationRequest, KVSource, PrefixChanges, StepOutput
+from quire_engine.contract.block_hashes import routed_names
+from quire_engine.contract.config import Role
+from quire_engine.contract.types import EngineStats, GenerationRequest, KVSource, PrefixChanges, StepOutput
 from support.scripted_replicas import Replicas, ScriptedSupervisor, replicas
 from support.supervising import request, run
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire_engine.types import BeamParams, GenerationRequest, SamplingParams, StopParams
+from quire_engine.contract.types import BeamParams, GenerationRequest, SamplingParams, StopParams
 from quire_server.engine.recovery import Quarantine, fingerprint
 
 BAD = GenerationRequest(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from quire_engine.types import MODEL_FAILED, TokenOutput
+from quire_engine.contract.types import MODEL_FAILED, TokenOutput
 from quire_server.engine.recovery import REMEMBERED_SECONDS, STRIKES, JournalEntry, Loss, Recovery
 from support.recovering import crash, progress, request, sent, serving, step
 

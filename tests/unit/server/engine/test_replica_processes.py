@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
 from quire_server.engine.local_replicas import LocalReplicas
 from quire_server.engine.replica_routing import Router
 from quire_server.engine.restart_policy import RestartPolicy

@@ -11,9 +11,9 @@ from typing import get_args
 import msgspec
 import pytest
 
-from quire_engine.config import EngineConfig
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.types import EngineStats, StepOutput, TokenOutput
 from quire_engine.routing.policy import RoutePolicyName
-from quire_engine.types import EngineStats, StepOutput, TokenOutput
 from quire_server.engine import replica_routing
 from quire_server.engine.local_replicas import divided_config
 from quire_server.engine.recovery import Loss

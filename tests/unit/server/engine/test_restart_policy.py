@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire_engine.types import EngineStats
+from quire_engine.contract.types import EngineStats
 from quire_server.engine.restart_policy import HangLimit, RestartBudget, RestartPolicy
 from support.fake_engine_process import make_plan
 

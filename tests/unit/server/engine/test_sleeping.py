@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from quire_engine.config import EngineConfig
-from quire_engine.errors import ConfigError, CrashLoop, EngineDead, ModelLoadError
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError, CrashLoop, EngineDead, ModelLoadError
 from quire_server.engine.models.sleeping import SleepingSupervisor
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import EngineState

@@ -7,8 +7,8 @@ import os
 import signal
 from collections.abc import Sequence
 
-from quire_engine.config import EnginePlan
-from quire_engine.types import CacheEvent, EngineStats, StepOutput
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.types import CacheEvent, EngineStats, StepOutput
 from quire_server.engine.supervisor import EngineState
 from support.supervising import expected, reached, request, run, send_garbage, supervised
 

@@ -12,8 +12,8 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from quire_engine.config import EngineConfig
-from quire_engine.errors import ConfigError, CrashLoop, EngineDead, ModelLoadError
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError, CrashLoop, EngineDead, ModelLoadError
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import EngineState, Supervisor
 from support.supervising import FAKE, request, run, send_garbage, supervised

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from quire_engine.config import EngineConfig
-from quire_engine.errors import CrashLoop
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import CrashLoop
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import EngineState, Supervisor
 from support.supervising import FAKE, expected, reached, request, run, supervised

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire_engine.types import GenerationRequest, SamplingParams, StopParams, TenantStats
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams, TenantStats
 from quire_server.engine.admission import TenantGate
 from quire_server.engine.tenants import Tenant
 from quire_server.errors import QueueFull

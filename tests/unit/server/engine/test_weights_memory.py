@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from quire_engine.config import EngineConfig
-from quire_engine.errors import EngineDead
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import EngineDead
 from quire_server.engine.memory_files import WeightsMemory
 from quire_server.engine.supervisor import Supervisor
 from support.supervising import run

@@ -8,7 +8,7 @@ from array import array
 import msgspec
 import pytest
 
-from quire_engine.types import TokenLogprobs
+from quire_engine.contract.types import TokenLogprobs
 from quire_server.dialects.completions.rendering import TOKENS_AT_ONCE, chat_pieces, completion_pieces, prompt_pieces
 from quire_server.http.json_text import (
     CHARS_AT_ONCE,

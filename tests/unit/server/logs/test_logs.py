@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from quire_engine.types import EngineStats
+from quire_engine.contract.types import EngineStats
 from quire_server.logs import JsonFormatter, TextFormatter, log_throughput, throughput_line
 from quire_server.metrics.metrics import Metrics
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from quire_engine.types import EngineStats, TenantStats
+from quire_engine.contract.types import EngineStats, TenantStats
 from quire_server.engine.replicas import ReplicaRow
 from quire_server.metrics import metrics as module
 from quire_server.metrics.history import SECONDS

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from quire_engine.types import EngineStats
+from quire_engine.contract.types import EngineStats
 from quire_server.metrics import metrics as module
 from quire_server.metrics.metric_catalog import OUTCOMES
 from quire_server.metrics.metrics import Metrics

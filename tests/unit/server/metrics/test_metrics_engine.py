@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire_engine.types import NO_DRAFT_CAUSES, PREEMPTION_CAUSES, EngineStats
+from quire_engine.contract.types import NO_DRAFT_CAUSES, PREEMPTION_CAUSES, EngineStats
 from quire_server.metrics.metrics import Metrics
 from support.exposition import PLAN, Scrape, busy
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_server.flags import parse_command_line, parse_flags
 from quire_server.settings import Settings, SettingsError
 from quire_server.settings.keys import ApiKey, parse_key, sent_key

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from quire_engine.config import EngineConfig, Fault, engine_config, faults_of_start
+from quire_engine.contract.config import EngineConfig, Fault, engine_config, faults_of_start
 from quire_server.flags import parse_flags
 from quire_server.settings import SettingsError
 

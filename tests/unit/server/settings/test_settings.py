@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quire_engine.config import EngineConfig, KVTransferConfig
+from quire_engine.contract.config import EngineConfig, KVTransferConfig
 from quire_server.flags import build_parser, option_group, option_unit, parse_command_line, parse_flags
 from quire_server.settings import GROUPS, REMOVED, Settings, SettingsError, flag_name
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.contract.errors import ConfigError, ModelLoadError
 from quire_server.text.generation_config import GenerationDefaults, generation_config_file, generation_defaults
 
 QWEN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True, "eos_token_id": [151645, 151643]}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from quire_engine.types import TokenLogprobs
+from quire_engine.contract.types import TokenLogprobs
 from quire_server.text.logprobs import LEAST, LogprobFormat, finite
 from support.fake_tokenizer import load_tokenizer
 

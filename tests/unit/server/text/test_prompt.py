@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.contract.errors import ConfigError, ModelLoadError
 from quire_server.errors import BadRequest
 from quire_server.text.prompt import ChatTemplate
 from support.chat_templates import CHAT, CHATML, INST, PARTS, TOKENIZER, TOOLS, templates

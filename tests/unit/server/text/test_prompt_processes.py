@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_server.errors import ApiError, BadRequest, ContextLengthExceeded, NotReady
 from quire_server.text.prompt import ChatTemplate
 from support.chat_templates import CHAT, CHATML, TOKENIZER, templates

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.contract.errors import ConfigError, ModelLoadError
 from quire_server.text.matrices import Projection
 from quire_server.text.scoring_method import COSINE, scoring_method
 from quire_server.text.tokenizer import TextTokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_server.text.parsing.reasoning import (
     REASONING_FORMATS,
     ThinkingMarks,

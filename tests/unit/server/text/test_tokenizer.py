@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_server.errors import BadRequest
 from quire_server.text.tokenizer import TextTokenizer
 from support import sample_tokenizers

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_server.text.parsing.formats import TOOL_FORMATS, detect_tool_format, tool_format
 from support.parsed import parse
 

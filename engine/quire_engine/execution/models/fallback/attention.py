@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire_engine.contract.kv_groups import KVLayout
 from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.fallback.facts import AttentionFacts, Facts
 from quire_engine.execution.models.fallback.interface import AttentionCall
-from quire_engine.kv_groups import KVLayout
 from quire_engine.ranks import ALONE, Rank
 from quire_kernels.cpu.kv_layout import unsupported
 from quire_kernels.kernel_set import AttentionRows, AttentionShape, KernelSet

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from quire_engine.contract.kv_groups import KVLayout
 from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.fallback.attention import PagedAttention
 from quire_engine.execution.models.fallback.facts import Facts, StepArguments
@@ -22,7 +23,6 @@ from quire_engine.execution.models.fallback.interface import AttentionCall, atta
 from quire_engine.execution.models.fallback.products import PackedLinear
 from quire_engine.execution.models.fallback.states import States
 from quire_engine.execution.models.fallback.weights import Loaded, Sources
-from quire_engine.kv_groups import KVLayout
 from quire_engine.ranks import ALONE, Rank
 from quire_kernels.kernel_set import ChoiceRows, KernelSet
 

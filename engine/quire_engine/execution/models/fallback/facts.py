@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
+from quire_engine.contract.kv_groups import KVHeads
 from quire_engine.execution.models.fallback.interface import AttentionCall, attach, set_interfaces
 from quire_engine.execution.models.fallback.model_class import IMPLEMENTATION, ModelClass, in_steps
 from quire_engine.execution.models.fallback.products import fused_activation
 from quire_engine.execution.models.fallback.states import SequenceState, cache_parameter
 from quire_engine.execution.models.parameters import Parameters
 from quire_engine.execution.models.quantisation import Quantisation
-from quire_engine.kv_groups import KVHeads
 
 _ROWS = 5  # of the probe: a number that no width is a multiple of by chance
 _LANES = 64  # values that torch computes at once: two vectors of sixteen floats, or of 32 bf16

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.execution.models.checkpoint import open_checkpoint
 from quire_engine.execution.models.options import Options, read_json_object
 from quire_engine.execution.models.quantisation import Quantisation, quantisation_of

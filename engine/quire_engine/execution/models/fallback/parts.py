@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import torch
 
-from quire_engine.config import EngineConfig
-from quire_engine.errors import ConfigError, ModelLoadError
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError, ModelLoadError
 from quire_engine.execution.device import resolve_device
 from quire_engine.execution.models.checkpoint import StoredSize, StoredTensors, open_checkpoint
 from quire_engine.execution.models.dequantising import decode_quantised

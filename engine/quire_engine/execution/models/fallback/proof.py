@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
+from quire_engine.contract.kv_groups import one_group
 from quire_engine.execution.model_input import ModelInput
 from quire_engine.execution.models.fallback.attention import uses_kernels, with_plain_pool
 from quire_engine.execution.models.fallback.decoder import FallbackDecoder
@@ -30,7 +31,6 @@ from quire_engine.execution.models.fallback.facts import Facts, StepArguments, l
 from quire_engine.execution.models.fallback.model_class import IMPLEMENTATION, ModelClass, in_steps
 from quire_engine.execution.models.fallback.weights import parameters, part_of
 from quire_engine.execution.models.matrix_parts import Part
-from quire_engine.kv_groups import one_group
 from quire_kernels.kernel_set import KernelSet, LinearWeight
 from quire_kernels.reference import REFERENCE
 from quire_kernels.trusted_folder import open_trusted, trusted

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from quire_engine.errors import ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.execution.models.checkpoint import Checkpoint
 from quire_engine.execution.models.fallback.facts import Facts
 from quire_engine.execution.models.fallback.interface import is_experts

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 import zmq
 
-from quire_engine.config import EnginePlan
-from quire_engine.errors import ConfigError
-from quire_engine.limits import SchedulerLimits
-from quire_engine.types import CacheEvent
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.types import CacheEvent
 from quire_server.engine.kv_events.events import KVEventsConfig, cache_listeners, kv_events_config
 from quire_server.engine.kv_events.publisher import Publisher
 from support.fake_engine_process import make_plan

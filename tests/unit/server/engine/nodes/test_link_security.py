@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quire_engine.config import EngineConfig
-from quire_engine.errors import ConfigError
-from quire_engine.handshake import (
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError
+from quire_engine.links.handshake import (
     ANSWER_BYTES,
     CHALLENGE_BYTES,
     PROOF_BYTES,
@@ -23,7 +23,7 @@ from quire_engine.handshake import (
     Refused,
     binding,
 )
-from quire_engine.link_security import LinkSecurity, link_security
+from quire_engine.links.link_security import LinkSecurity, link_security
 from quire_engine.process.transport import Abort, Codec, Hold, encode_frame
 from quire_server.engine.nodes import node as node_module
 from quire_server.engine.nodes import remote_engine

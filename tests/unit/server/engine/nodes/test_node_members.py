@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from quire_engine.errors import ConfigError
+from quire_engine.contract.errors import ConfigError
 from quire_server.engine.nodes import addresses
 from quire_server.engine.nodes.addresses import Address, Source, members, parse_address, parse_sources
 from support.fake_engine_process import make_plan

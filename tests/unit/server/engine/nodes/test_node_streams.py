@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from quire_engine.config import EnginePlan
-from quire_engine.errors import ConfigError
+from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.errors import ConfigError
 from quire_server.engine.nodes.addresses import Source, read_addresses
 from quire_server.engine.supervisor import EngineState
 from support.nodes import Cluster, cluster, front, ready, served_node

@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 
-from quire_engine.errors import ProtocolError
+from quire_engine.contract.errors import ProtocolError
+from quire_engine.contract.types import (
+    BeamParams,
+    EngineStats,
+    GenerationRequest,
+    PrefixChanges,
+    StopParams,
+    TokenOutput,
+)
 from quire_engine.process.transport import Codec
-from quire_engine.types import BeamParams, EngineStats, GenerationRequest, PrefixChanges, StopParams, TokenOutput
 from quire_server.engine.nodes import frames
 from quire_server.engine.nodes.checks import wrong_in
 from quire_server.engine.nodes.frames import NodeStep, request_shifted
