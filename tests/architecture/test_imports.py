@@ -16,7 +16,7 @@ ONLY_IN = {
     "uvloop": ("quire_server.http",),
     "httptools": ("quire_bench",),
     "huggingface_hub": ("quire_server.checkpoint.hub",),
-    "rich": ("quire_bench", "quire_server.commands", "quire.progress"),
+    "rich": ("quire_bench", "quire_server.commands", "quire_server.showing", "quire.progress"),
     "shtab": ("quire_server.commands.completion",),
     "matplotlib": ("quire_bench",),
     "anyio": ("quire_server",),
@@ -32,6 +32,8 @@ ONLY_IN = {
     "msgspec": ("quire_server", "quire_bench", "quire_engine.process"),
     "torch": (
         *("quire_engine.execution", "quire_engine.tools", "quire_engine.build", "quire_engine.build_rank"),
+        *("quire_engine.links.kv_lending", "quire_engine.links.kv_transfer"),
+        *("quire_engine.links.memory_agents", "quire_engine.links.memory_link"),
         "quire_kernels",
     ),
     "safetensors": ("quire_engine.execution",),
@@ -57,16 +59,18 @@ ONLY_IN = {
 # What a folder may import of its own package beside itself: folders, and single files by their dotted names; "*" stands
 # for the files at the top of the package.
 FOLDERS = {
-    "quire_engine.scheduling": {"*"},
-    "quire_engine.routing": {"*"},
-    "quire_engine.simulation": {"*", "scheduling", "routing"},
-    "quire_engine.execution": {"*"},
-    "quire_engine.process": {"*"},
-    "quire_engine.tools": {"*", "execution", "demo", "simulation"},
+    "quire_engine.contract": set(),
+    "quire_engine.scheduling": {"contract"},
+    "quire_engine.routing": {"contract", "cost_model"},
+    "quire_engine.simulation": {"contract", "scheduling", "routing", "cost_model", "gguf", "ranks"},
+    "quire_engine.execution": {"*", "contract"},
+    "quire_engine.links": {"contract", "execution.kv.pool_rows", "own_pauses", "plain_files"},
+    "quire_engine.process": {"*", "contract"},
+    "quire_engine.tools": {"*", "contract", "execution", "demo", "simulation"},
     "quire_engine.demo": set(),
     "quire_server.dialects": {"errors", "state", "answering", "text", "http", "engine", "metrics"},
     "quire_server.batches": {"background"},
-    "quire_server.text": {"errors"},
+    "quire_server.text": {"errors", "settings"},
     "quire_server.logs": {"metrics", "http"},
     "quire_server.api_servers": {"*", "engine", "metrics", "http", "settings", "logs"},
     "quire_server.metrics": set(),
@@ -87,7 +91,23 @@ FOLDERS = {
         "metrics",
         "text",
     },
-    "quire_server.commands": {"*", "batches", "text", "engine", "http", "settings", "checkpoint", "logs"},
+    "quire_server.programs": {
+        *("*", "answering", "api_servers", "batches", "checkpoint", "engine", "http", "logs", "metrics", "settings"),
+        *("showing", "text"),
+    },
+    "quire_server.showing": set(),
+    "quire_server.commands": {
+        "*",
+        "programs",
+        "showing",
+        "batches",
+        "text",
+        "engine",
+        "http",
+        "settings",
+        "checkpoint",
+        "logs",
+    },
     "quire_bench.facts": {"servers"},
     "quire_bench.exercises": {"facts", "servers", "own_server"},
     "quire_bench.mine": {"exercises", "peer_rate", "servers", "workload"},
@@ -210,7 +230,7 @@ def test_block_ids_go_through_the_allocator():
 
 
 def test_the_server_sees_the_engines_contract_only():
-    """The files at the top of the engine's package, what ships with it, the frames for the supervisor; simulations.
+    """The contract, the files at the top of the package, proofs of identity, frames for the supervisor; simulations.
 
     And the routing module, which a front serves with.
     """
@@ -224,7 +244,10 @@ def test_the_server_sees_the_engines_contract_only():
                 assert within(module, SIMULATES), f"{module} simulates"
             elif within(name, ("quire_engine.routing",)):
                 assert within(module, ROUTES), f"{module} routes"
-            elif within(name, ("quire_engine",)):
+            elif within(name, ("quire_engine.links.handshake", "quire_engine.links.link_security")):
+                links = ("quire_server.engine.nodes", "quire_server.programs", "quire_server.commands.config")
+                assert within(module, links), f"{module} proves who it is"
+            elif within(name, ("quire_engine",)) and not within(name, ("quire_engine.contract",)):
                 assert name.count(".") == 1, f"{module} imports {name}"
 
 

@@ -42,25 +42,15 @@ EXCEPTIONS = {
         "quire_kernels.stored": 1,
     },
     "import by name": {
-        "quire_server.checkpoint.locate": 1,
         "quire_server.cli": 1,
         "quire_server.commands.completion": 1,
-        "quire_server.commands.engine": 1,
-        "quire_server.commands.health": 1,
-        "quire_server.commands.run_batch": 1,
-        "quire_server.commands.serve": 1,
-        "quire_server.engine.kv_events.events": 1,
-        "quire_server.programs.launch": 2,
     },
 }
 CIRCLES_OF_MODULES = [
     ("quire_server.cli", "quire_server.commands.completion"),
-    ("quire_server.engine.kv_events.events", "quire_server.engine.kv_events.publisher"),
-    ("quire_server.programs.launch", "quire_server.programs.serving"),
 ]
 CIRCLES_OF_FOLDERS = {
-    "quire_server": [("batch_launch", "cli", "commands", "launch", "node_launch", "serving")],
-    "quire_server.engine.kv_events": [("events", "publisher")],
+    "quire_server": [("cli", "commands")],
 }
 
 

@@ -14,8 +14,9 @@ RESULTS = (
 FOR_USERS = ("README.md", "SERVING.md", *PAGES)
 # One page in each folder whose rules of access a newcomer must know.
 FOLDER_PAGES = (
-    "engine/quire_engine/execution/README.md",
+    "engine/quire_engine/execution/kv/README.md",
     "engine/quire_engine/execution/gpu/README.md",
+    "engine/quire_engine/links/README.md",
     "engine/quire_engine/scheduling/README.md",
     "engine/quire_engine/simulation/README.md",
     "server/quire_server/engine/README.md",

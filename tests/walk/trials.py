@@ -360,7 +360,7 @@ _T, _L, _E = "quire_server.text", "quire_server.logs.output", "quire_engine.exec
 _STORE, _FLEET = "quire_server.batches.store:BatchStore", "quire_server.api_servers.fleet"
 LIMITS = "an exception is the question's answer, 400, and too much time its limit: `make hostile`, held-workers"
 GRAMMARS = f"{_E}.constrained.grammars:Grammars"
-FILES = f"{_E}.block_files:BlockFiles"
+FILES = f"{_E}.kv.block_files:BlockFiles"
 
 RECORD: dict[tuple[str, str], Part] = {
     ("process", "quire serve"): {
@@ -590,5 +590,7 @@ RECORD: dict[tuple[str, str], Part] = {
         ("task", name): elsewhere("it is one order or request, whose answer has the error: tests/api")
         for name in ("reload", "forwarded-request")
     },
-    ("task", "service manager"): elsewhere("systemd ends the server: tests/unit/server/test_service_manager.py"),
+    ("task", "service manager"): elsewhere(
+        "systemd ends the server: tests/unit/server/programs/test_service_manager.py"
+    ),
 }

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from importlib import import_module
 from pathlib import Path
-from typing import Protocol, cast
 
 from quire_engine.contract.config import ModelImplementation, draft_model
 from quire_engine.contract.errors import ModelLoadError
@@ -137,26 +135,13 @@ def checkpoint_directory(
     if is_gguf(path):
         return unfolded(path, name=typed, tokenizer=tokenizer)
     if match := _HUB_FILE.fullmatch(name):
-        file = _hub().gguf_file(match["name"], match["tag"], revision=revision, cache=download_dir)
+        from quire_server.checkpoint.hub import gguf_file  # noqa: PLC0415 - half a second, not for local files
+
+        file = gguf_file(match["name"], match["tag"], revision=revision, cache=download_dir)
         return unfolded(file, name=typed, tokenizer=tokenizer)
     check_name(name, path)
     if not _HUB_ID.fullmatch(name):
         raise _no_model(setting, name)
-    return _hub().snapshot(name, revision=revision, cache=download_dir, weights=weights)
+    from quire_server.checkpoint.hub import snapshot  # noqa: PLC0415 - half a second, not for local files
 
-
-def _hub() -> _Hub:
-    """The import takes half a second; a local directory does not need it."""
-    return cast(_Hub, import_module("quire_server.checkpoint.hub"))
-
-
-class _Hub(Protocol):
-    """`quire_server.checkpoint.hub`, imported when a repository is needed."""
-
-    def snapshot(self, name: str, *, revision: str | None, cache: Path | None, weights: bool) -> Path:
-        """The directory with the files of a repository."""
-        ...
-
-    def gguf_file(self, name: str, tag: str, *, revision: str | None, cache: Path | None) -> Path:
-        """One file of a repository."""
-        ...
+    return snapshot(name, revision=revision, cache=download_dir, weights=weights)

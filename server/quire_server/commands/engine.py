@@ -5,22 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Protocol, cast
 
-from quire_server.flags import ENGINE, CommandLine, parse_command_line
+from quire_server.flags import ENGINE, parse_command_line
 from quire_server.flags import build_parser as parser_of
 from quire_server.settings import SettingsError
 
 BAD_USAGE = 2
-
-
-class Running(Protocol):
-    """The heavy half of this command: `quire_server.programs.node_launch`."""
-
-    def run(self, given: CommandLine) -> int:
-        """Serve fronts until a signal; the process's exit code."""
-        ...
 
 
 def run(argv: Sequence[str]) -> int:
@@ -31,7 +21,9 @@ def run(argv: Sequence[str]) -> int:
         for line in error.lines:
             print(f"{ENGINE}: {line}", file=sys.stderr)
         return BAD_USAGE
-    return cast(Running, import_module("quire_server.programs.node_launch")).run(given)
+    from quire_server.programs import node_launch  # noqa: PLC0415 - slow, and `--help` does not need it
+
+    return node_launch.run(given)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -15,9 +15,7 @@ import ssl
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
-from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 _PATH = "/health/ready"
@@ -62,19 +60,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _node(asked: argparse.Namespace) -> int:
-    probe = cast(_Probe, import_module("quire_server.engine.nodes.probe"))
+    from quire_server.engine.nodes import probe  # noqa: PLC0415 - takes more than the standard library
+
     secrets = [getattr(asked, name.replace("-", "_")) for name in _OF_LINKS]
     trouble = probe.ask(asked.node, *secrets, seconds=asked.timeout)
     print(f"quire health: {asked.node}: {trouble or 'ready'}", file=sys.stderr if trouble else sys.stdout)
     return 1 if trouble else 0
-
-
-class _Probe(Protocol):
-    """`quire_server.engine.nodes.probe`, which takes more than the standard library."""
-
-    def ask(
-        self, node: str, key_file: Path | None, cert: Path | None, key: Path | None, ca: Path | None, *, seconds: float
-    ) -> str: ...
 
 
 def listening(proc: Path = Path("/proc")) -> set[str]:

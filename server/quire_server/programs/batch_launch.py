@@ -26,7 +26,8 @@ from quire_server.checkpoint.locate import localized
 from quire_server.flags import CommandLine
 from quire_server.http.event_loop import loop_factory
 from quire_server.logs import Output
-from quire_server.programs.launch import BAD_USAGE, DONE, FAILED, engines_of, run_program, stop_signals
+from quire_server.programs.launch import BAD_USAGE, DONE, FAILED, engines_of, run_program
+from quire_server.programs.stopping import stop_signals
 from quire_server.settings import ServerLimits, Settings
 from quire_server.settings.keys import Keys
 from quire_server.showing import loading

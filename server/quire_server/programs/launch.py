@@ -7,14 +7,11 @@ for a model that cannot be loaded and 70 for an engine that keeps crashing; ever
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from importlib import import_module
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import ConfigError, CrashLoop, QuireError
@@ -25,7 +22,7 @@ from quire_engine.quality_store import quality_text
 from quire_server.checkpoint.locate import localized
 from quire_server.engine.engines import Engines
 from quire_server.engine.json_child import ask
-from quire_server.engine.kv_events.events import cache_listeners
+from quire_server.engine.kv_events.configured import cache_listeners
 from quire_server.engine.local_replicas import LocalReplicas, divided_config
 from quire_server.engine.nodes.addresses import is_numeric, parse_sources
 from quire_server.engine.nodes.model_digest import tokenizer_digest
@@ -39,6 +36,7 @@ from quire_server.http.tls import tls_context
 from quire_server.logs import Output, writing
 from quire_server.logs.output import check_collector
 from quire_server.programs.several_launch import SeveralEngines
+from quire_server.programs.stopping import Stop, stop_signals
 from quire_server.programs.warming import read_prefixes
 from quire_server.settings import ModelEntry, ServerLimits, Settings, SettingsError, several_models
 from quire_server.showing import loading
@@ -135,9 +133,10 @@ async def _show_plans(models: Sequence[Settings], entries: Sequence[ModelEntry])
         plans = await SeveralEngines(entries, RestartPolicy(), stderr=None).plan()
     else:
         plans = [await asyncio.to_thread(_plan_of, models[0])]
-    checks = cast(Checks, import_module("quire_server.state"))
+    from quire_server.state import check_model  # noqa: PLC0415 - slow, and only a dry run needs it here
+
     for settings, plan in zip(models, plans, strict=True):
-        await checks.check_model(settings, plan)
+        await check_model(settings, plan)
     for plan in plans:
         _print_plan(plan)
     return DONE
@@ -164,16 +163,24 @@ async def _run_server(settings: Settings, make_engines: Callable[[], Engines | S
             loading.show(lambda: engines.progress, starting, bar=in_text and loading.has_terminal())
         )
         try:
-            server = cast(Composition, await asyncio.to_thread(import_module, "quire_server.programs.serving"))
+            serve = await asyncio.to_thread(_serve_function)
             if stop.asked.done():
                 return DONE
-            drained = await server.serve(settings, engines, starting, stop)
+            drained = await serve(settings, engines, starting, stop)
             return DONE if drained else CRASH_LOOP
         finally:
             showing.cancel()
             starting.cancel()
             await asyncio.gather(starting, showing, return_exceptions=True)
             await engines.stop()
+
+
+def _serve_function() -> Callable[
+    [Settings, Engines | SeveralEngines, asyncio.Task[Any], Stop], Coroutine[Any, Any, bool]
+]:
+    from quire_server.programs.serving import serve  # noqa: PLC0415 - slow: imported while the engine starts
+
+    return serve
 
 
 def engines_of(settings: Settings, output: Output) -> Engines:
@@ -234,53 +241,3 @@ def _nodes(settings: Settings) -> NodeSet:
         tokenizer=tokenizer_digest(Path(settings.tokenizer or settings.model_path)),
         silence_seconds=ServerLimits().replica_silence,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
-    """Stop requests by signal: the first one drains the server, the second one ends its requests."""
-
-    asked: asyncio.Future[None]
-    insisted: asyncio.Future[None]
-
-    def received(self, number: signal.Signals) -> None:
-        """A signal to stop has come."""
-        log.info("received %s", number.name)
-        for degree in (self.asked, self.insisted):
-            if not degree.done():
-                degree.set_result(None)
-                return
-
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[Stop]:
-    """Handle SIGTERM and SIGINT, the latter also where it was ignored: who names a server's process means it."""
-    loop = asyncio.get_running_loop()
-    stop = Stop(asked=loop.create_future(), insisted=loop.create_future())
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    for number in before:
-        loop.add_signal_handler(number, stop.received, number)
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            loop.remove_signal_handler(number)
-            signal.signal(number, handler)
-
-
-class Checks(Protocol):
-    """The part of `quire_server.state`, whose imports are slow, that checks a model without an engine."""
-
-    async def check_model(self, settings: Settings, plan: EnginePlan) -> None:
-        """Raise ConfigError or ModelLoadError for a model that a start would refuse."""
-        ...
-
-
-class Composition(Protocol):
-    """The interface of `quire_server.programs.serving`, whose imports are slow and run while the engine starts."""
-
-    async def serve(
-        self, settings: Settings, engines: Engines | SeveralEngines, starting: asyncio.Task[Any], stop: Stop
-    ) -> bool:
-        """Serve until a signal (True) or until the engine has failed for good (False)."""
-        ...

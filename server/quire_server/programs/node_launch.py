@@ -21,7 +21,7 @@ from quire_engine.links.link_security import is_loopback
 from quire_engine.memory_plan import plan_text
 from quire_engine.quality_store import quality_text
 from quire_server.checkpoint.locate import localized
-from quire_server.engine.kv_events.events import cache_listeners
+from quire_server.engine.kv_events.configured import cache_listeners
 from quire_server.engine.local_replicas import ALIVE_SECONDS
 from quire_server.engine.nodes.addresses import is_numeric, parse_address
 from quire_server.engine.nodes.model_digest import model_digest, numerics_name, tokenizer_digest
@@ -34,15 +34,14 @@ from quire_server.metrics.node_metrics import NodeMetrics
 from quire_server.programs.launch import (
     CRASH_LOOP,
     DONE,
-    Stop,
     restart_policy,
     run_program,
     security_of,
     show_plan,
-    stop_signals,
 )
 from quire_server.programs.node_scrape import scraped
 from quire_server.programs.service_manager import service_manager
+from quire_server.programs.stopping import Stop, stop_signals
 from quire_server.settings import ServerLimits, Settings
 
 log = logging.getLogger("quire")

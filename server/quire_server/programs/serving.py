@@ -36,6 +36,7 @@ from quire_server.logs.throughput import log_throughput
 from quire_server.metrics.metrics import while_loading
 from quire_server.programs.service_manager import service_manager
 from quire_server.programs.several_launch import SeveralEngines
+from quire_server.programs.stopping import Stop
 from quire_server.programs.warming import warm
 from quire_server.settings import Settings
 
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
     from quire_server.api_servers.fleet import ApiServers
     from quire_server.engine.models.model_set import ModelSet
-    from quire_server.programs.launch import Stop
     from quire_server.state import ServerState
     from quire_server.text.generation_config import GenerationDefaults
 

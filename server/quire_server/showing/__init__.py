@@ -1,1 +1,1 @@
-"""Progress displays of commands."""
+"""Output of commands at a terminal: progress, tables, complaints of one line."""

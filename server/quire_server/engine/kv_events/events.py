@@ -5,11 +5,9 @@ A batch is an array (time, events, data-parallel rank) in msgpack. vLLM's own na
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 import msgspec
 
@@ -17,7 +15,7 @@ from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import ConfigError
 from quire_engine.contract.types import CacheEvent
 
-_FLAG = "--kv-events-config"
+FLAG = "--kv-events-config"
 _POOL = "GPU"  # vLLM's name of the pool that an engine computes in, whatever its device
 
 
@@ -59,55 +57,6 @@ class KVEventsConfig:
         return KVEventsConfig(**{**named, "endpoint": ends[0], "replay_endpoint": ends[1] or None})
 
 
-def kv_events_config(given: Mapping[str, Any]) -> KVEventsConfig | None:
-    """The checked settings; None where no events are published. Raises ConfigError."""
-    known = {field.name: field.type for field in fields(KVEventsConfig)}
-    for key, value in given.items():
-        if key in {"enable_kv_cache_events", "publisher"}:
-            continue
-        if key not in known:
-            raise ConfigError(
-                f"{_FLAG}: {key!r} is no key of it; there are enable_kv_cache_events, publisher, {', '.join(known)}"
-            )
-        wants_number = known[key] == "int"
-        if wants_number and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise ConfigError(f"{_FLAG}: {key} is {value!r}, expected a number from 0 on")
-        if not wants_number and not isinstance(value, str) and not (value is None and key == "replay_endpoint"):
-            raise ConfigError(f"{_FLAG}: {key} is {value!r}, expected a text")
-    is_on = given.get("enable_kv_cache_events", False)
-    if not isinstance(is_on, bool):
-        raise ConfigError(f"{_FLAG}: enable_kv_cache_events is {is_on!r}, expected true or false")
-    publisher = given.get("publisher") or ("zmq" if is_on else "null")
-    if publisher not in {"zmq", "null"}:
-        raise ConfigError(f"{_FLAG}: publisher is {publisher!r}, there are zmq and null")
-    if not is_on or publisher == "null":
-        return None
-    config = KVEventsConfig(**{key: value for key, value in given.items() if key in known})
-    for name, end in (("endpoint", config.endpoint), ("replay_endpoint", config.replay_endpoint)):
-        if end is not None and not end.startswith(("tcp://", "ipc://", "inproc://")):
-            raise ConfigError(f"{_FLAG}: {name} is {end!r}, expected tcp://HOST:PORT, or ipc://PATH")
-    return config
-
-
-def cache_listeners(given: Mapping[str, Any], count: int) -> list[CacheListener]:
-    """A publisher for each of `count` engines; none where no events are published. Raises ConfigError."""
-    config = kv_events_config(given)
-    if config is None:
-        return []
-    if find_spec("zmq") is None:
-        raise ConfigError(f"{_FLAG} needs pyzmq: pip install 'quire[events]', or leave it out")
-    publisher = cast(Any, import_module("quire_server.engine.kv_events.publisher"))
-    made: list[CacheListener] = []
-    try:
-        for rank in range(count):
-            made.append(publisher.Publisher(config.of_rank(rank), rank))
-    except ConfigError:
-        for each in made:
-            each.close()
-        raise
-    return made
-
-
 def _of_rank(endpoint: str, rank: int) -> str:
     if not endpoint or rank == 0:
         return endpoint
@@ -115,7 +64,7 @@ def _of_rank(endpoint: str, rank: int) -> str:
     if not endpoint.startswith("tcp://"):
         return f"{endpoint}_dp{rank}"
     if not port.isdecimal():
-        raise ConfigError(f"{_FLAG}: {endpoint!r} has no port; each replica takes the next one")
+        raise ConfigError(f"{FLAG}: {endpoint!r} has no port; each replica takes the next one")
     return f"{base}:{int(port) + rank}"
 
 

@@ -16,7 +16,8 @@ from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import ConfigError
 from quire_engine.contract.limits import SchedulerLimits
 from quire_engine.contract.types import CacheEvent
-from quire_server.engine.kv_events.events import KVEventsConfig, cache_listeners, kv_events_config
+from quire_server.engine.kv_events.configured import cache_listeners, kv_events_config
+from quire_server.engine.kv_events.events import KVEventsConfig
 from quire_server.engine.kv_events.publisher import Publisher
 from support.fake_engine_process import make_plan
 from support.kv_subscriber import Subscriber
