@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.matrix]  # tests/model/test_proven_pa
 
 # Simulated steps take long: a model and steps that are small.
 FLAGS = (
-    *("--dtype", "float32", "--kv-memory", "4MiB", "--max-model-len", "128", "--no-spare-engine"),
+    *("--dtype", "float32", "--kv-memory", "4MiB", "--max-model-len", "128"),
     *("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--prefill-chunk", "32"),
 )
 SETTINGS = ("--quantization", "int8", "--kv-cache-dtype", "fp8", "--attention", "flash-attn")
