@@ -6,6 +6,7 @@ says whether the record has all of them, as a release asks.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import inspect
 import json
@@ -21,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire_server import errors
 from quire_server.app import ROUTERS
-from quire_server.commands.completion import commands
+from quire_server.commands.completion import whole_parser
 from quire_server.metrics.metrics import Metrics
 from quire_server.settings import Settings, flag_name
 from support.fakes import connect, make_app
@@ -54,9 +55,10 @@ def era(number: str) -> tuple[str, ...]:
 
 def present() -> Names:
     """The names as they are, each list sorted."""
+    commands = _commands()
     found = {
-        "commands": {each.name for each in commands()},
-        "flags": {f"{each.name} {name}" for each in commands() for flag in each.flags for name in flag.names},
+        "commands": set(commands),
+        "flags": {f"{command} {flag}" for command, flags in commands.items() for flag in flags},
         "settings": {flag_name(name) for name in Settings.model_fields},
         "metrics": _metrics(),
         "routes": _routes(),
@@ -64,6 +66,15 @@ def present() -> Names:
         "error_codes": _codes(),
     }
     return {kind: sorted(names) for kind, names in found.items()}
+
+
+def _commands() -> dict[str, list[str]]:
+    """The flags of each command that its help shows."""
+    (subparsers,) = (action for action in whole_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return {
+        name: [flag for action in parser._actions if action.help != argparse.SUPPRESS for flag in action.option_strings]
+        for name, parser in subparsers.choices.items()
+    }
 
 
 def _metrics() -> set[str]:
