@@ -323,7 +323,6 @@ BY_OFFLINE = "no server has it: tests/model/test_llm_life.py"
 BY_COMMAND = "a command has it, which ends with one line: tests/unit/server/commands"
 BATCHES = ("--batch-dir", "{folder}/batches")
 KEPT = ("--kv-offload-dir", "{folder}/kv", "--allow-local-admin")
-SWAPS = ("--kv-offload-dir", "{folder}/kv", "--swap-space", "16MiB", "--allow-local-admin")
 SERVERS = ("--api-server-count", "2")
 EVENTS = ("--kv-events-config", '{"enable_kv_cache_events": true, "endpoint": "ipc://{folder}/events"}')
 DEAD_COLLECTOR = ("--otlp-traces-endpoint", "http://127.0.0.1:9/v1/traces")
@@ -497,26 +496,12 @@ RECORD: dict[tuple[str, str], Part] = {
         exception=planted(f"{FILES}.read", "raise", _other_prompts, *KEPT, process=ENGINE),
         slow=planted(f"{FILES}.read", "slow:3", _other_prompts, *KEPT, process=ENGINE),
     ),
-    ("thread", "kv files"): thread(
-        exception=planted(f"{FILES}.write", "raise", _other_prompts, *SWAPS, process=ENGINE),
-        slow=planted(f"{FILES}.write", "slow:3", _other_prompts, *SWAPS, process=ENGINE),
-        full_disk=planted(f"{FILES}.write", "full", _other_prompts, *SWAPS, process=ENGINE),
+    ("thread", "kv files"): elsewhere(
+        "a CPU swaps nothing, and only a swap space has them: tests/unit/engine/execution/test_kv_files.py"
     ),
     **{("thread", name): elsewhere(BY_NODES) for name in ("kv fetcher", "kv accept", "kv lender")},
-    ("thread", "packed weights"): thread(
-        **{
-            fault: planted(
-                f"{_E}.packed.folder:FileWriter._write",
-                how,
-                _streams,
-                "--quantization",
-                "int8",
-                "--packed-cache",
-                "{folder}/packed",
-                process=ENGINE,
-            )
-            for fault, how in (("exception", "raise"), ("slow", "slow:3"), ("full_disk", "full"))
-        }
+    ("thread", "packed weights"): elsewhere(
+        "the embedded model is smaller than what is kept: tests/unit/engine/execution/test_packed_files.py"
     ),
     **{
         ("thread", name): elsewhere("the start fails with one line: tests/model/test_loading.py")
