@@ -51,7 +51,8 @@ def run(argv: Sequence[str]) -> int:
         slo = parse_slo(given.slo)
         cost = read_cost(given.cost)[0] if given.cost else None
         admin_key = sent_key(given.admin_api_key or admin_key_of_environment(), "--admin-api-key")
-        headers = {"Authorization": f"Bearer {given.api_key}"} if given.api_key else {}
+        api_key = sent_key(given.api_key or "", "--api-key")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         url = (given.url or _found()).rstrip("/")
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url is {url!r}, must begin with http:// or https://")

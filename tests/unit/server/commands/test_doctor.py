@@ -244,6 +244,22 @@ def test_the_command_says_all_of_it(capsys: pytest.CaptureFixture[str], monkeypa
     assert doctor.takers("http://x", "") == {}, "what answers is no step log"
 
 
+def test_keys_may_be_in_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sent = []
+
+    def fetch(url: str, headers: dict[str, str]) -> str:
+        if url.endswith("/metrics"):
+            sent.append(headers.get("Authorization"))
+        return text(**GOOD)
+
+    monkeypatch.setattr(doctor, "fetch", fetch)
+    file = tmp_path / "keys"
+    file.write_text("# of the clients\nalice=the-key-of-alice\n")
+    assert doctor.run(["--url", "http://x", "--seconds", "0.01", "--since-start", "--api-key", f"@{file}"]) == 0
+    assert set(sent) == {"Bearer the-key-of-alice"}
+    assert doctor.run(["--url", "http://x", "--api-key", f"@{tmp_path / 'none'}"]) == 2
+
+
 def test_what_cannot_be_read(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.run(["--url", "ftp://x"]) == 2
     assert doctor.run(["--url", "http://127.0.0.1:9", "--seconds", "0.01"]) == 2
