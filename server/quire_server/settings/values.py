@@ -131,7 +131,8 @@ def _check_packed_cache(value: object) -> object:
     """`off`, as YAML reads it too, or a directory that may have a size."""
     if value is False or (isinstance(value, str) and value.lower() in {"off", "false"}):
         return "off"
-    if not isinstance(value, str | Path) or not packed_folder(str(value))[0]:
+    is_switch = str(value).lower() in {"on", "true", "0", "1"}  # no directory is meant
+    if is_switch or not isinstance(value, str | Path) or not packed_folder(str(value))[0]:
         raise ValueError("expected DIR, DIR:SIZE such as /var/packed:64GiB, or off")
     return str(value)
 

@@ -335,7 +335,7 @@ def test_the_folder_of_packed_weights_may_have_a_size(given: object, expected: t
     assert (config.packed_cache, config.packed_cache_dir, config.packed_cache_size) == expected
 
 
-@pytest.mark.parametrize("given", ["", "/packed:many", True, 7])
+@pytest.mark.parametrize("given", ["", "/packed:many", True, "true", "on", "1", 7])
 def test_a_wrong_folder_of_packed_weights_is_told(given: object):
     with pytest.raises(ValueError, match="expected"):
         Settings(packed_cache=given)
