@@ -20,6 +20,13 @@ def lives(pid: int) -> bool:
     return False
 
 
+def program_words(process: psutil.Process) -> list[str]:
+    """The words of a process's command line without their folders; none of one that has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return [os.path.basename(word) for word in process.cmdline()]
+    return []
+
+
 def children_running(pid: int, program: str, *, recursive: bool = False) -> list[psutil.Process]:
     """The children of a process that live and run this module or script, the oldest first.
 
@@ -29,8 +36,7 @@ def children_running(pid: int, program: str, *, recursive: bool = False) -> list
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children(recursive=recursive):
             with suppress(psutil.NoSuchProcess):
-                names = [os.path.basename(word) for word in child.cmdline()]
-                if program in names and lives(child.pid):
+                if program in program_words(child) and lives(child.pid):
                     found.append((child.create_time(), child))
     return [child for _, child in sorted(found, key=lambda pair: (pair[0], pair[1].pid))]
 

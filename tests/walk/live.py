@@ -11,6 +11,7 @@ import psutil
 
 from quire_engine.demo import demo_model_path
 from support.adapters import write_adapter
+from support.processes import program_words
 from support.workers import known
 from walk.scene import HUGE, SCHEMA, Scene, chat, scene
 
@@ -59,7 +60,9 @@ async def _use(server: Scene) -> None:
 def _missing(server: Scene) -> Iterator[str]:
     main = psutil.Process(server.server.process.pid)
     for process in (main, *main.children(recursive=True)):
-        words = [word.rsplit("/", 1)[-1] for word in process.cmdline()]
+        words = program_words(process)
+        if not words:
+            continue  # it has ended meanwhile
         program = next((word for word in words if known("process", word)), "quire serve" if process is main else "")
         if not program:
             yield f"process {words}"

@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import psutil
 
 from e2e.served import Served
 from e2e.streams import client, gather, stream
+from support.processes import children_running
 
 PROGRAM = Path(__file__).resolve().parents[1] / "support" / "planted_run.py"
 SMALL = ("--kv-memory", "16MiB", "--max-num-seqs", "8", "--engine-hang-timeout", "10")
@@ -57,13 +58,7 @@ class Scene:
 
     def processes(self, program: str) -> list[psutil.Process]:
         """Its descendants that run this module or script, the oldest first."""
-        found = []
-        for each in psutil.Process(self.server.process.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                words = [word.rsplit("/", 1)[-1] for word in each.cmdline()]
-                if each.status() != psutil.STATUS_ZOMBIE and any(_runs(word, program) for word in words):
-                    found.append(each)
-        return sorted(found, key=psutil.Process.create_time)
+        return children_running(self.server.process.pid, program, recursive=True)
 
     async def process(self, program: str) -> psutil.Process:
         """The oldest process of this program, as soon as there is one."""
@@ -148,10 +143,6 @@ class Scene:
         """The functions in which planted faults have happened."""
         file = self.folder / "fired"
         return file.read_text().splitlines() if file.exists() else []
-
-
-def _runs(word: str, program: str) -> bool:
-    return word == program or (program == "quire_engine.tools" and word.startswith("quire_engine.tools."))
 
 
 @contextmanager

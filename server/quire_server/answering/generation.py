@@ -227,7 +227,7 @@ class Generation:
         """The fast lane of a stream with one choice. Stop strings may end a choice anywhere, which is for the task."""
         if self._way is None or self._num_choices() != 1 or self._options.stop:
             return None
-        ((prompt,), (way, frames, around)) = prompts.values(), self._way
+        (prompt,), (way, frames, around) = prompts.values(), self._way
         plain = None
         if around is not None and prompt.choices[0].is_plain and self.usage.reasoning_tokens is None:
             plain = self._plain(prompt, *around)

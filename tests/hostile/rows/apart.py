@@ -21,6 +21,7 @@ from e2e.served import Served
 from e2e.streams import client
 from hostile.row import Row
 from support.planted_modules import LONG, plant, ran, start_all_children
+from support.processes import children_running
 from support.start_signals import signal_at
 
 ONE, OTHER = "one-key-of-sixteen", "other-key-of-sixteen"
@@ -32,16 +33,6 @@ SPARE_SECONDS = 60.0
 MOMENTS = ("its first line", "settings", "event loop", "engine launched", "port", "torch")
 PIPELINED = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2 + b"\x00\xffgarbage\r\n\r\n"
 CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 4}
-
-
-def _children(server: Served, part: str) -> list[psutil.Process]:
-    """The server's children that run and have a word in their command lines."""
-    found = []
-    for each in psutil.Process(server.process.pid).children():
-        with suppress(psutil.NoSuchProcess):  # one that has just ended is a zombie
-            if part in " ".join(each.cmdline()):
-                found.append(each)
-    return found
 
 
 async def _answered(http: httpx.AsyncClient, path: str, body: dict[str, object]) -> float:
@@ -56,7 +47,7 @@ def _worker_row(path: str, body: dict[str, object], part: str, harm: Callable[[p
     async def act(server: Served) -> str:
         async with client(server.url) as http:
             usual = await _answered(http, path, body)
-            (worker, *_) = workers = _children(server, part)
+            (worker, *_) = workers = children_running(server.process.pid, f"{part}.py")
             for each in workers:
                 harm(each)
             try:
@@ -78,7 +69,11 @@ async def spare(server: Served) -> str:
     async def another(than: set[int]) -> psutil.Process:
         async with asyncio.timeout(SPARE_SECONDS):
             while True:
-                found = [each for each in _children(server, "quire_engine.process") if each.pid not in than]
+                found = [
+                    each
+                    for each in children_running(server.process.pid, "quire_engine.process")
+                    if each.pid not in than
+                ]
                 if found:
                     return found[0]
                 await asyncio.sleep(0.1)

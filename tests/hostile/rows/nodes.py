@@ -22,6 +22,7 @@ from quire_engine.process.transport import Kind
 from quire_server.engine.nodes.addresses import parse_address
 from quire_server.engine.nodes.connecting import connect
 from quire_server.engine.nodes.link import MOST_UNFINISHED, Link
+from support.processes import children_running
 from support.supervising import request
 
 NODE = ("--max-model-len", "512", "--kv-memory", "16MiB")
@@ -139,7 +140,7 @@ async def odd_frames(_: Served) -> str:
 
 
 def _engines(node: ServedNode) -> set[int]:
-    return {each.pid for each in psutil.Process(node.process.pid).children() if "quire_engine" in str(each.cmdline())}
+    return {each.pid for each in children_running(node.process.pid, "quire_engine.process")}
 
 
 ROWS = (
