@@ -115,6 +115,12 @@ class CostModel:
         of_prompts = self.prompt_seconds(sizes.num_tokens)
         return of_prompts + self.context * sizes.context + self.chunk_context * sizes.before
 
+    def chunk_seconds(self, chunk: int, before: int, num_decodes: int, num_context: int) -> float:
+        """A step of `decode_seconds` with a prompt's chunk behind `before` tokens; one of a token is like a decode."""
+        if chunk == 1:
+            return self.seconds_of(StepSizes(1 + num_decodes, num_decodes, num_context + before + 1, 0))
+        return self.seconds_of(StepSizes(chunk + num_decodes, num_decodes, num_context, chunk * before))
+
     def of_ranks(self, ranks: int, exchanges: int, exchange_seconds: float) -> CostModel:
         """Return the costs of the same model on `ranks` processes, each with the processors and the memory of this one.
 

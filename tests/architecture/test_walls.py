@@ -29,10 +29,6 @@ EXCEPTIONS = {
     "foreign private": {
         "quire_engine.execution.models.fallback.products": 1,  # torch._C, in the way that torch's pages show
         "quire_engine.scheduling.kv_allocator": 30,
-        "quire_engine.simulation.fleet": 7,
-        "quire_engine.simulation.leap": 41,
-        "quire_engine.simulation.replaying": 3,
-        "quire_engine.simulation.simulator": 5,
         "quire_kernels.stored": 1,
         "quire_server.commands.completion": 1,  # argparse has no public name for a parser's flags
         "quire_server.flags": 1,  # nor for the type of their groups

@@ -101,8 +101,9 @@ class DecodeColumns:
     def __init__(self, kv: KVAllocator, *, max_num_seqs: int, max_model_len: int, fewest: int | None = FEWEST) -> None:
         """`fewest`: sequences that must run before one comes in; None: none ever does."""
         size = kv.block_size
-        self.fewest = fewest if len(kv.groups) == 1 and not kv.by_window else None
-        capacity = max_num_seqs if self.fewest is not None else 0
+        self._fewest = fewest if len(kv.groups) == 1 and not kv.by_window else None
+        self._fewest_if_open = self._fewest
+        capacity = max_num_seqs if self._fewest is not None else 0
         self._kv, self._size = kv, size
         numbers = np.zeros((6, capacity), dtype=np.int64)
         self.positions, self.certain, self._ends, self._slots, self._tokens, self._tenures = numbers
@@ -132,8 +133,8 @@ class DecodeColumns:
         """Take in a sequence that is not the elder's, if nothing but decodes is ahead of it."""
         group, kv = sequence.group, sequence.kv
         if (
-            self.fewest is not None
-            and num_running >= self.fewest
+            self._fewest is not None
+            and num_running >= self._fewest
             and group.is_plain
             and group.state == "running"
             and not sequence.is_launched
@@ -145,6 +146,10 @@ class DecodeColumns:
             and kv.copies_from is None
         ):
             self._join(sequence)
+
+    def open(self, is_open: bool) -> None:
+        """Take in sequences from now on, or none until they are opened again; those that are here stay."""
+        self._fewest = self._fewest_if_open if is_open else None
 
     def leave(self, sequence: Sequence) -> None:
         """The sequence has its own counts and tokens again."""

@@ -64,6 +64,11 @@ class KVAllocator:
         return self._pool.num_free
 
     @property
+    def num_used(self) -> int:
+        """Blocks that tables hold, or a copy that is planned."""
+        return self._pool.num_blocks - self._pool.num_free
+
+    @property
     def num_cached(self) -> int:
         """Blocks without a reference whose content can be matched."""
         return self._pool.shares.num_cached

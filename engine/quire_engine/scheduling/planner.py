@@ -125,6 +125,29 @@ class Planner:
         if self.elder is group:
             self.elder = None
 
+    def lone_chunk(self, group: Group, num_decodes: int) -> int:
+        """Return the tokens that a step assigns to the only running prompt, beside decodes and while no group waits.
+
+        Claim, chunk and rest, as `plan` assigns them.
+        """
+        pending, budget, planned = group.pending(group.leader), self._limits.max_num_batched_tokens - num_decodes, 0
+        if group is self.elder:
+            planned = min(pending, self._limits.min_chunk)
+            budget -= planned
+        budget = min(budget, self._policies.itl.prompt_tokens(num_decodes))
+        for others in (True, False):
+            left, chunk = pending - planned, self._policies.chunk
+            size = chunk.size(pending=left, planned=planned, budget=budget, others=others) if left else 0
+            if size > 0:
+                planned, budget = planned + size, budget - size
+        return planned
+
+    def note_skipped(self, count: int, *, prompt: Group | None = None) -> None:
+        """Count steps that were taken without a plan; `prompt`: the group that had a chunk in each, if one had."""
+        self.step += count
+        if prompt is not None:
+            self._turns.first([prompt], [])
+
     def check(self) -> None:
         """Raise InvariantViolation where the roster disagrees with itself or the limits, or the elder is held."""
         limits, roster = self._limits, self._roster

@@ -19,6 +19,7 @@ from quire_engine.contract.limits import SchedulerConfig
 from quire_engine.contract.token_columns import Outputs
 from quire_engine.contract.types import EngineStats, GenerationRequest, TokenOutput
 from quire_engine.scheduling.decode_columns import FEWEST, DecodeColumns
+from quire_engine.scheduling.fast_forward import ChunkSeconds, DecodeSeconds, FastForward, Skipped, TokensLeft
 from quire_engine.scheduling.gate import check_request
 from quire_engine.scheduling.kept_prefixes import Allocate, KeptPrefixes, allocator_with
 from quire_engine.scheduling.log.inspection import Arguments, Inspection, engine_stats
@@ -75,6 +76,9 @@ class Scheduler:
         self._planner = Planner(
             limits, policies, self._kv, self._roster, columns=self._columns, swapping=self._swapping
         )
+        self._fast_forward = FastForward(
+            limits, policies, self._kv, self._roster, columns=self._columns, planner=self._planner
+        )
         self._log = StepLog(limits, self._roster) if limits.step_log else None
         self.kept = KeptPrefixes(self._kv, self._log, store, peers)
         self._speculation = None if speculate is None else speculate(self._kv)
@@ -99,7 +103,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self.take_prefixes = self._kv.prefixes.take  # changes of cached prompt blocks, for a router
         self.take_cache_events = self._kv.told_blocks.take  # changes of all cached blocks, with tokens
-        self.roster, self.limits = self._roster, limits  # for the turns of adapters, to be read only
+        self.roster, self.limits = self._roster, limits  # for turns of adapters and simulations, to be read only
 
     @property
     def has_work(self) -> bool:
@@ -112,6 +116,21 @@ class Scheduler:
         if self._speculation is not None and self._speculation.needs_results:
             return True
         return any(group.reads_output for group in self._roster.running)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that sequences hold now; cheaper than `stats`."""
+        return self._kv.num_used
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that no sequence holds and whose content can be matched; cheaper than `stats`."""
+        return self._kv.num_cached
+
+    @property
+    def num_in_columns(self) -> int:
+        """Running sequences that decode in the columns."""
+        return len(self._columns)
 
     def add(self, request: GenerationRequest, now: float) -> None:
         """Accept a request, which then finishes. Raises InfeasibleRequest if no schedule could serve it."""
@@ -253,7 +272,7 @@ class Scheduler:
             rows = self._columns.planned(self._roster.running) if len(self._columns) else None
             batch = plan.batch(self._step, self._kv.take_moves(), released, rows)
         if self._log is not None:
-            self._log.planned(self._step, plan, batch, self._kv.num_blocks - self._kv.num_available, now)
+            self._log.planned(self._step, plan, batch, self._kv.num_used, now)
         if batch is None:
             return None
         self._scheduled_at[self._step] = now
@@ -289,6 +308,26 @@ class Scheduler:
         if self._speculation is not None and not self._prefill_tokens:
             self._speculation.learn(batch.num_tokens, batch.num_decodes, now - began)
         return outputs
+
+    def skip_decodes(self, now: float, due: float, *, num_left: TokensLeft, seconds: DecodeSeconds) -> Skipped | None:
+        """Take all like steps from `now` on that begin before `due`, in which every running sequence decodes.
+
+        The scheduler is left as if each had been scheduled and applied, as a simulation does it: with no step in
+        flight, no step log and no drafts. `num_left`: the tokens that a request is to get, which the scheduler may not
+        know. None if there are fewer than two: then the next step is to be scheduled.
+        """
+        return self._note_skipped(self._fast_forward.decodes(now, due, num_left, seconds) if self._may_skip else None)
+
+    def skip_chunks(self, now: float, due: float, *, num_left: TokensLeft, seconds: ChunkSeconds) -> Skipped | None:
+        """Take, like `skip_decodes`, all chunks but the last of the one prompt beside decodes, while no request waits.
+
+        None if not even one step is like that.
+        """
+        return self._note_skipped(self._fast_forward.chunks(now, due, num_left, seconds) if self._may_skip else None)
+
+    def open_columns(self, is_open: bool) -> None:
+        """Let decodes into the columns from now on, or none: those that are skipped are to stay outside."""
+        self._columns.open(is_open)
 
     def stats(self) -> EngineStats:
         """Gauges of this moment and counters since the start. The caller adds the step's times."""
@@ -329,6 +368,18 @@ class Scheduler:
             age = self._step - group.added_step
             require(age < group.wait_bound, f"request {group.request.request_id} is alive after {age} steps")
             require(group.num_bypasses <= limits.max_bypasses, f"{group.num_bypasses} bypasses of one request")
+
+    @property
+    def _may_skip(self) -> bool:
+        return not self._scheduled_at and self._log is None and self._speculation is None and self._recorded is None
+
+    def _note_skipped(self, skipped: Skipped | None) -> Skipped | None:
+        if skipped is not None:
+            self._step += len(skipped.ends)
+            self._applied_at = skipped.ends[-1]
+            self._decode_tokens = len(skipped.request_ids)
+            self._prefill_tokens = skipped.prompt_tokens[-1] if skipped.prompt_tokens else 0
+        return skipped
 
     def _advance(self, batch: Batch) -> None:
         """Count the batch as computed; a finished prompt is forked to the choices that wait for it."""

@@ -130,9 +130,13 @@ class StepReplica(Simulation):
         """Tokens of a prompt that are computed at a time."""
         return self._base.limits.prefill_chunk
 
+    @property
+    def _num_available(self) -> int:
+        return self._base.blocks_total - self._scheduler.num_used_blocks
+
     def computed_tokens(self, number: int) -> int:
         """Return how many tokens of a live request's prompt are computed, the cached ones included."""
-        group = self._scheduler._roster.live.get(str(number))
+        group = self._scheduler.roster.live.get(str(number))
         return 0 if group is None else group.leader.kv.num_computed
 
     def adopt(self, row: TraceRow, number: int, num_tokens: int) -> None:
@@ -140,7 +144,7 @@ class StepReplica(Simulation):
         request = as_request(row, number, at=self._now, max_model_len=self._setup.scheduler.max_model_len)
         most = min(num_tokens, row.input_tokens - 1) // self._block_size
         keys = prompt_hashes(request.prompt_token_ids, request.cache_salt, self._block_size, most=most)
-        self._scheduler.kept.adopt(request, 0, keys[: self._scheduler._kv.num_available])
+        self._scheduler.kept.adopt(request, 0, keys[: self._num_available])
 
     def send(self, row: TraceRow, number: int, at: float, blocks: tuple[int, ...], hit_blocks: int) -> Served:  # noqa: ARG002
         self.advance(at + self._cost.request)
@@ -154,7 +158,7 @@ class StepReplica(Simulation):
         return served
 
     def view(self, now: float, slowness: float = 1.0) -> ReplicaView:
-        roster, live = self._scheduler._roster, self._scheduler._roster.live
+        roster, live = self._scheduler.roster, self._scheduler.roster.live
         ahead = 0
         for request_id, expected in self._unanswered.items():
             group = live[request_id]
@@ -172,8 +176,8 @@ class StepReplica(Simulation):
             requests=len(self._live),
             decodes=decodes,
             context=context,
-            blocks_free=self._scheduler._kv.num_available,
-            blocks_blank=self._scheduler._kv.num_available - self._scheduler._kv.num_cached,
+            blocks_free=self._num_available,
+            blocks_blank=self._num_available - self._scheduler.num_cached_blocks,
             blocks_freed_rate=sum(blocks for _, blocks in self._freed) / _FREED_SECONDS,
             step_ends_in=max(self._now - now, 0.0) if self._live else 0.0,
             slowness=slowness,

@@ -27,7 +27,6 @@ from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculation
 from quire_engine.scheduling.step_plan import StepPlan
 from quire_engine.simulation.contents import STOP, Contents
-from quire_engine.simulation.leap import held_blocks
 from quire_engine.simulation.recorded import Entry, Recording
 
 
@@ -244,7 +243,7 @@ class Replayer:
             **same,
         )
         self.scheduler.add(request, float(entry.plain["at"]))
-        for sequence in self.scheduler._roster.live[entry.request_id].sequences:
+        for sequence in self.scheduler.roster.live[entry.request_id].sequences:
             self._names[sequence.sequence_id] = entry.request_id, sequence.choice
         if width:
             self._widths[entry.request_id] = width
@@ -261,9 +260,9 @@ class Replayer:
             ("slices", _tuples(step["slices"]), tuple(self._slice(item) for item in items)),
             ("copies", _tuples(step.get("copies", ())), () if batch is None else batch.copies),
             ("swaps", _pair(step.get("swaps")), (0, 0) if batch is None else (len(batch.swap_out), len(batch.swap_in))),
-            ("blocks_used", step.get("blocks_used"), held_blocks(self.scheduler)),
-            ("running", step.get("running"), self.scheduler._roster.num_running),
-            ("waiting", step.get("waiting"), len(self.scheduler._roster.waiting)),
+            ("blocks_used", step.get("blocks_used"), self.scheduler.num_used_blocks),
+            ("running", step.get("running"), self.scheduler.roster.num_running),
+            ("waiting", step.get("waiting"), len(self.scheduler.roster.waiting)),
         ):
             if recorded is not None and recorded != replayed:
                 return Difference(step_id=step["step_id"], what=what, recorded=recorded, replayed=replayed)

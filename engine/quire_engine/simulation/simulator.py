@@ -21,7 +21,6 @@ from quire_engine.scheduling.decode_columns import FEWEST
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculation
 from quire_engine.simulation.guessing import SimulatedDrafter, drawn
-from quire_engine.simulation.leap import held_blocks, leap, prompt_leap
 from quire_engine.simulation.outcome import Moment, Outcome, Served
 from quire_engine.simulation.prefix_match import matching
 from quire_engine.simulation.requests import DecodingRows, as_request, number_of, own_token
@@ -49,7 +48,6 @@ class Simulation:
         allocate = matching(setup.prefix_match, config)
         columns_from = columns_from if allocate is None else None  # whose blocks the others would not hear of
         self._scheduler = Scheduler(config, speculate=speculate, columns_from=columns_from, allocate=allocate)
-        self._columns_from = self._scheduler._columns.fewest
         self._rows = DecodingRows()
         self._watch = watch
         self._leaps = leaps and watch is None and not setup.scheduler.plans_ahead and not setup.speculation
@@ -132,8 +130,8 @@ class Simulation:
     def _collect(self) -> None:
         batch, ended = self._in_flight.popleft()
         self._now = max(self._now, ended)
-        if self._columns_from is not None:  # where none is left waiting, leaps are likely, which take each by itself
-            self._scheduler._columns.fewest = self._columns_from if self._scheduler._roster.waiting else None
+        # Where none is left waiting, leaps are likely, which take each decode by itself.
+        self._scheduler.open_columns(bool(self._scheduler.roster.waiting))
         decoded = self._rows.tokens(batch.decodes) if isinstance(batch, BatchInColumns) else None
         result = StepResult(samples=self._sampled(batch), decoded=decoded)
         outputs = self._scheduler.apply_columns(batch, result, self._now)
@@ -152,7 +150,7 @@ class Simulation:
 
     def _sampled(self, batch: Batch) -> dict[int, tuple[SampledToken, ...]]:
         """The samples of slices that are not in columns; none for sequences that have ended since the step's plan."""
-        sequences, samples = self._scheduler._roster.sequences, {}
+        sequences, samples = self._scheduler.roster.sequences, {}
         for item in batch.others:
             if item.wants_sample and (sequence := sequences.get(item.sequence_id)) is not None:
                 name = sequence.group.request.request_id
@@ -168,7 +166,7 @@ class Simulation:
 
     def _note_step(self, batch: Batch, begins: float) -> None:
         outcome = self.outcome
-        used = held_blocks(self._scheduler)
+        used = self._scheduler.num_used_blocks
         if used > outcome.peak_blocks:
             outcome.peak_blocks, outcome.peak_step = used, outcome.steps
         outcome.steps += 1
@@ -226,10 +224,12 @@ class Simulation:
         """Take all steps at once that only repeat the last; False if not even two do."""
         if self.outcome.steps < self._leap_from:
             return False
-        asked = (self._scheduler, self._cost, self._now, due, lambda name: self._live[name].num_left)
-        taken = leap(*asked) or prompt_leap(*asked)
+        scheduler, cost = self._scheduler, self._cost
+        taken = scheduler.skip_decodes(self._now, due, num_left=self._num_left, seconds=cost.decode_seconds)
         if taken is None:
-            self._leap_from = self.outcome.steps + (_PAUSE if len(self._scheduler._columns) else 0)
+            taken = scheduler.skip_chunks(self._now, due, num_left=self._num_left, seconds=cost.chunk_seconds)
+        if taken is None:
+            self._leap_from = self.outcome.steps + (_PAUSE if scheduler.num_in_columns else 0)
             return False
         outcome, gaps = self.outcome, self.outcome.gaps
         count, running = len(taken.ends), len(taken.request_ids)
@@ -254,6 +254,9 @@ class Simulation:
         outcome.decode_tokens += count * running
         self._now = self._free_at = taken.ends[-1]
         return True
+
+    def _num_left(self, request_id: str) -> int:
+        return self._live[request_id].num_left
 
 
 def simulate(setup: Setup, rows: Sequence[TraceRow], *, speed: float = 1.0, watch: Watcher | None = None) -> Outcome:
