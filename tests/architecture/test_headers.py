@@ -16,7 +16,7 @@ from architecture.source import imports, modules, tree, within
 MEANING = {
     "HTTP": ("fastapi", "starlette", "uvicorn", "httptools", "http", "quire_server.http", "quire_server.routes"),
     "asyncio": ("asyncio",),
-    "blocks": ("quire_engine.scheduling.block_pool", "quire_engine.scheduling.kv_allocator"),
+    "blocks": tuple(f"quire_engine.scheduling.{name}" for name in ("block_pool", "cached_blocks", "kv_allocator")),
     "clocks": ("time", "datetime"),
     "devices": ("quire_kernels",),
     "distributions": ("quire_engine.execution.distribution",),

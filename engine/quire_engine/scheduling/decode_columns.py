@@ -20,7 +20,7 @@ from quire_engine.contract.invariants import InvariantViolation, require
 from quire_engine.contract.token_columns import Stream
 from quire_engine.scheduling.account import Account
 from quire_engine.scheduling.blocks import SequenceKV
-from quire_engine.scheduling.kv_allocator import KVAllocator, fill, grow
+from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.sequence import MOST_STOP_IDS, Group, Sequence
 
 FEWEST = 16  # running sequences: with fewer the fixed costs of columns are more than they save
@@ -211,7 +211,7 @@ class DecodeColumns:
 
     def grow(self, sequence: Sequence) -> None:
         """One more block for a row whose last one is full."""
-        grow(self._kv, sequence)
+        self._kv.reserve_block(sequence)
         self._take_table(self._place_of[sequence.group], sequence)
 
     def planned(self, running: list[Group]) -> tuple[Decodes, Layout]:
@@ -278,7 +278,7 @@ class DecodeColumns:
         """The tokens with applied results fill the last block that they are in."""
         place = self._place_of[sequence.group]
         self.tokens_of(sequence)  # which the columns have no place for much longer
-        fill(self._kv, sequence, int(self.certain[place]))
+        self._kv.commit_block(sequence, int(self.certain[place]))
         self._take_table(place, sequence)
 
     def sequence(self, decodes: Decodes, row: int) -> Sequence:

@@ -18,7 +18,8 @@ from quire_engine.contract.limits import SchedulerConfig
 from quire_engine.contract.roles import LATE_SECONDS, latest_arrival
 from quire_engine.contract.types import TRANSFER_EVENTS, EngineStats, GenerationRequest
 from quire_engine.scheduling.blocks import PrefixMatch
-from quire_engine.scheduling.kv_allocator import KVAllocator, adopt, holds, tell
+from quire_engine.scheduling.cached_blocks import CachedBlocks
+from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.log.step_log import StepLog
 from quire_engine.scheduling.sequence import Sequence
 from quire_engine.scheduling.swapping import SwapCost, Swapping, allocator_for
@@ -58,7 +59,7 @@ class KeepingAllocator(KVAllocator):
             enable_prefix_caching=limits.enable_prefix_caching,
             groups=config.kv_groups,
         )
-        tell(self, config)
+        self.tell(config)
         self._store, self._peers = store, peers
 
     def seat(self, sequence: Sequence, match: PrefixMatch) -> None:
@@ -120,7 +121,7 @@ class KeptPrefixes:
     """
 
     def __init__(
-        self, kv: KVAllocator, log: StepLog | None, store: BlockStore | None, peers: BlockPeers | None = None
+        self, kv: CachedBlocks, log: StepLog | None, store: BlockStore | None, peers: BlockPeers | None = None
     ) -> None:
         self._kv, self._log, self._store, self._peers = kv, log, store, peers
         self._cost = SwapCost(0.0)
@@ -239,7 +240,7 @@ class KeptPrefixes:
             before = prompt_hashes(request.prompt_token_ids, request.cache_salt, self._kv.block_size, most=first)
             parents = [before[-1] if before else b"", *keys]
         return [
-            adopt(self._kv, key, depth, request, parent)
+            self._kv.adopt(key, depth, request, parent)
             for depth, (key, parent) in enumerate(zip(keys, parents, strict=False), first)
         ]
 
@@ -364,7 +365,7 @@ class KeptPrefixes:
         key = root_hash(request.cache_salt)
         for depth in range((len(tokens) - 1) // size):
             key = block_hash(key, tokens[depth * size : (depth + 1) * size])
-            if not beyond and holds(self._kv, key):
+            if not beyond and self._kv.can_match(key):
                 continue
             if not beyond and key in self._coming:
                 pending.append(key)

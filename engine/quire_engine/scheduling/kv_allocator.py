@@ -1,4 +1,4 @@
-"""The interface to the block pool and the prefix cache: which sequence holds which blocks.
+"""The blocks of sequences: which sequence holds which, and what it may write to.
 
 A block that two tables hold, or that can be matched, is never handed out for writing.
 """
@@ -6,26 +6,22 @@ A block that two tables hold, or that can be matched, is never handed out for wr
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from itertools import chain, repeat
 
-from quire_engine.contract.block_hashes import block_hash, root_hash, short_name
-from quire_engine.contract.block_record import HeldBlock
-from quire_engine.contract.invariants import require, require_same
+from quire_engine.contract.block_hashes import block_hash, root_hash
+from quire_engine.contract.invariants import require
 from quire_engine.contract.kv_groups import WHOLE, KVGroup
-from quire_engine.contract.limits import SchedulerConfig
-from quire_engine.contract.types import GenerationRequest
-from quire_engine.scheduling.block_pool import BlockPool
 from quire_engine.scheduling.blocks import NO_MATCH, NO_MOVES, Moves, PageTable, PrefixMatch
-from quire_engine.scheduling.cache_shares import Owner, PinnedBlocks
-from quire_engine.scheduling.prefix_cache import NOT_TOLD, GroupCaches, PrefixCache, Recorder, Tails, num_common
+from quire_engine.scheduling.cached_blocks import CachedBlocks
+from quire_engine.scheduling.prefix_cache import NOT_TOLD, PrefixCache, Tails, num_common
 from quire_engine.scheduling.sequence import Content, Promise, Sequence
 
 Copy = tuple[int, int]  # (source block, target block)
 _WEIGHT = 1 / 64  # of the newest block in the average share of merged ones
 
 
-class KVAllocator:
+class KVAllocator(CachedBlocks):
     """KV blocks for sequences: prefix matching, allocation, sharing, copy on write, release.
 
     The caller of a method that takes blocks must have found its cost in `num_available` first. Running out is a bug and
@@ -33,60 +29,18 @@ class KVAllocator:
 
     Each group of layers has a page table of every sequence, and blocks that are matched by its own contents; all groups
     take their blocks from one pool. A window's blocks are given back when their sequence has results behind them.
-    Partial blocks are matched only where one group keeps every position.
     """
 
     def __init__(
         self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool, groups: tuple[KVGroup, ...] = (WHOLE,)
     ) -> None:
-        self.block_size = block_size
-        self.groups = groups
-        self.total_evictions = self.total_taken = 0
+        super().__init__(
+            num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching, groups=groups
+        )
         self.merged_share = 0.0  # of the outputs' last full blocks, in a moving average: merged with equal ones
-        self._pool = BlockPool(num_blocks)
-        self._caches = GroupCaches(groups, block_size)
-        self._cache = self._caches.first  # whose contents name a block, where there is one group
-        self.prefixes, self.told_blocks = self._cache.told, self._caches.told_blocks
-        self.by_window = len(groups) > 1 or groups[0].window is not None
-        self._tails = Tails(block_size, finds=not self.by_window)
         self._promises = Promises(block_size)
         self._pinned: list[int] = []  # sources of this plan's copies, which must not be reused before they are read
-        self._caching = enable_prefix_caching
         self._released: list[int] = []  # since the last batch
-
-    @property
-    def num_blocks(self) -> int:
-        return self._pool.num_blocks
-
-    @property
-    def num_available(self) -> int:
-        """Blocks that can be taken: free ones, and cached ones without a reference."""
-        return self._pool.num_free
-
-    @property
-    def num_used(self) -> int:
-        """Blocks that tables hold, or a copy that is planned."""
-        return self._pool.num_blocks - self._pool.num_free
-
-    @property
-    def num_cached(self) -> int:
-        """Blocks without a reference whose content can be matched."""
-        return self._pool.shares.num_cached
-
-    @property
-    def num_shared(self) -> int:
-        """Blocks that two or more tables hold."""
-        return self._pool.num_shared
-
-    @property
-    def num_saved(self) -> int:
-        """Further blocks that the tables would need without sharing."""
-        return self._pool.num_saved
-
-    @property
-    def pins(self) -> PinnedBlocks:
-        """The blocks of prefixes that requests keep for a time."""
-        return self._pool.pins
 
     def match(self, sequence: Sequence, max_tokens: int) -> PrefixMatch:
         """The longest cached prefix of at most `max_tokens` tokens. Changes no block."""
@@ -228,9 +182,18 @@ class KVAllocator:
             if before < sequence.kv.num_promised:
                 self._promises.fulfil(sequence, num_computed)
                 if num_computed >= sequence.kv.num_promised:
-                    _offer_tail(self, sequence)
+                    self._offer_tail(sequence)
         if self.by_window:
             self._give_back(sequence, num_computed)
+
+    def reserve_block(self, sequence: Sequence) -> None:
+        """Reserve one more block for a decode in columns, whose last block is full and which shares none."""
+        self._extend(sequence, sequence.kv.table, sequence.kv.table.num_slots + 1)
+
+    def commit_block(self, sequence: Sequence, num_computed: int) -> None:
+        """Commit the last block of a decode in columns, full of applied results; the counts are in the columns."""
+        if self._caching:
+            self._commit_blocks(sequence, num_computed // self.block_size)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let an empty child share the parent's blocks of the first `num_tokens` tokens, a partial one included."""
@@ -249,8 +212,8 @@ class KVAllocator:
     def release(self, sequence: Sequence) -> None:
         """Take every block from the sequence; matchable blocks stay cached until reused, the deepest first."""
         if self._caching:
-            _pin_prompt(self, sequence)
-            _offer_tail(self, sequence)
+            self._pin_prompt(sequence)
+            self._offer_tail(sequence)
             self._promises.withdraw(sequence)
         if sequence.kv.copies_from is not None:
             self._drop(sequence.kv.copies_from)
@@ -279,31 +242,25 @@ class KVAllocator:
         released, self._released = tuple(self._released), []
         return released
 
-    def is_writable(self, block: int) -> bool:
-        """Whether exactly one table holds the block and its content cannot be matched."""
-        return self._pool.refs(block) == 1 and not self._caches.holds(block)
-
-    def forget_cached(self, kept: Collection[bytes] = ()) -> tuple[int, tuple[int, ...]]:
-        """Empty the prefix cache except for `kept`; returns (number of unreferenced blocks, host blocks) forgotten."""
-        self._caches.keep_only(kept)
-        self._tails.clear()
-        return self._pool.keep_only(self._is_known), ()
+    def parent_of(self, sequence: Sequence, index: int) -> bytes:
+        """The hash of all blocks before the one at `index`, which are full."""
+        self._extend_hashes(sequence, index)
+        return self._parent(sequence, index)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise InvariantViolation unless reference counts equal the occurrences in the live tables.
 
         The blocks of a table also have its request's scope, and those that are cached are those that can be matched.
         """
-        self._pool.check()
-        self._caches.check()
-        self._tails.check()
         sequences = list(sequences)
         held = Counter(block for sequence in sequences for block in _held(sequence))
         held.update(sequence.kv.copies_from for sequence in sequences if sequence.kv.copies_from is not None)
         held.update(self._pinned)
-        _check_references(self._pool, held, sequences)
-        known = (self._caches.blocks() | self._tails.blocks()) - held.keys()
-        require_same(known, set(self._pool.shares.cached()), "the cached blocks are not those that can be matched")
+        self._check_blocks(held)
+        for sequence in sequences:
+            scope = sequence.group.request.cache_scope
+            for owner in map(self._pool.owner, _held(sequence)):
+                require(owner is not None and owner.scope == scope, "a sequence holds a block of another scope")
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> None:
         for table in sequence.kv.tables:
@@ -336,31 +293,6 @@ class KVAllocator:
                 owner = self._pool.shares.owner(request.cache_scope, request.weight)
             sequence.kv.owner = owner
 
-    def _take(self, owner: Owner[int] | None) -> int:
-        if self._pool.is_full:
-            block, loser = self._pool.evict(owner)
-            self.total_evictions += 1
-            content = self._forget(block)
-            if content is not None:
-                self._evict(content, block, loser)
-        self.total_taken += 1
-        return self._pool.take(owner)
-
-    def _is_known(self, block: int) -> bool:
-        return self._caches.holds(block) or self._tails.holds(block)
-
-    def _forget(self, block: int) -> bytes | None:
-        """The block's content must not be matched any more; returns its hash, if it was registered."""
-        self._tails.forget(block)
-        return self._caches.forget(block)
-
-    def _hold(self, block: int) -> None:
-        self._pool.share(block)
-
-    def _drop(self, block: int) -> None:
-        if self._pool.drop(block):
-            (self._pool.keep if self._is_known(block) else self._pool.free)(block)
-
     def _commit_blocks(self, sequence: Sequence, full: int) -> None:
         self._extend_hashes(sequence, full)
         size, tokens = self.block_size, sequence.token_ids
@@ -373,7 +305,7 @@ class KVAllocator:
                     is_new = cache.register(content, block, depth)
                     is_merged = not is_new and self._merge(table, cache, index, content)
                     if is_new and self.told_blocks.is_on:
-                        tell_stored(self, sequence, index, cache.group)
+                        self._tell_stored(sequence, index, cache.group)
             if depth == NOT_TOLD:
                 self.merged_share += _WEIGHT * (is_merged - self.merged_share)
             # Requests diverge inside prompts and hardly ever inside outputs, whose blocks would be many.
@@ -399,17 +331,38 @@ class KVAllocator:
         self._drop(own)
         return True
 
-    def _offer(self, block: int, parent: bytes, tokens: list[int]) -> None:
-        displaced = self._tails.offer(block, parent, tokens)
-        if displaced is not None and self._pool.refs(displaced) == 0 and not self._is_known(displaced):
-            self._pool.forget(displaced)
+    def _tell_stored(self, sequence: Sequence, index: int, group: int = 0) -> None:
+        """The sequence's full block at `index`, which is hashed, can be matched by that group of layers."""
+        hashes, size = sequence.kv.block_hashes, self.block_size
+        tokens = sequence.token_ids[index * size : (index + 1) * size]
+        parent = hashes[index - 1] if index else b""
+        self.told_blocks.stored(hashes[index], parent, tokens, request=sequence.group.request, group=group)
+
+    def _pin_prompt(self, sequence: Sequence) -> None:
+        """Pin the blocks of a prompt that its request asks to keep, of all groups of layers, the first ones first."""
+        if not (seconds := sequence.group.request.cache_ttl):
+            return
+        self._pool.pin(
+            [
+                block
+                for index in range(sequence.num_prompt_tokens // self.block_size)
+                for table in sequence.kv.tables
+                if table.num_passed <= index < len(table.block_ids)
+                and self._caches.holds(block := table.block_ids[index])
+            ],
+            seconds,
+        )
+
+    def _offer_tail(self, sequence: Sequence) -> None:
+        """Make the computed part of the sequence's partial block available for copies."""
+        index, rest = divmod(sequence.kv.num_certain, self.block_size)
+        if rest >= self._tails.least:
+            tokens = sequence.token_ids[sequence.kv.num_certain - rest : sequence.kv.num_certain]
+            self._offer(sequence.kv.table.block_ids[index], self._parent(sequence, index), tokens)
 
     def _parent(self, sequence: Sequence, index: int) -> bytes:
         """The hash of all blocks before the one at `index`."""
         return sequence.kv.block_hashes[index - 1] if index else root_hash(sequence.group.request.cache_salt)
-
-    def _evict(self, content: bytes, block: int, loser: Owner[int]) -> None:
-        """A hook for subclasses: the block's content, of the owner `loser`, is lost with the next write to it."""
 
     def _must_copy(self, sequence: Sequence) -> bool:
         """Whether another choice still holds the block that the sequence writes to next."""
@@ -429,152 +382,6 @@ class KVAllocator:
         for index in range(len(hashes), count):
             tokens = sequence.token_ids[index * size : (index + 1) * size]
             hashes.append(block_hash(self._parent(sequence, index), tokens))
-
-
-def holds(kv: KVAllocator, content: bytes) -> bool:
-    """Whether a block with this content can be matched, in the first group of layers."""
-    return kv._cache.block(content) is not None
-
-
-def tell_stored(kv: KVAllocator, sequence: Sequence, index: int, group: int = 0) -> None:
-    """The sequence's full block at `index`, which is hashed, can be matched by that group of layers."""
-    hashes, size = sequence.kv.block_hashes, kv.block_size
-    tokens = sequence.token_ids[index * size : (index + 1) * size]
-    parent = hashes[index - 1] if index else b""
-    kv.told_blocks.stored(hashes[index], parent, tokens, request=sequence.group.request, group=group)
-
-
-def matchable(kv: KVAllocator) -> list[list[int]]:
-    """The names of the full blocks that can be matched, of each group of layers; `block_hashes.short_name`."""
-    return [list(map(short_name, cache.contents())) for cache in kv._caches.each]
-
-
-def cached_blocks(kv: KVAllocator) -> Iterator[int]:
-    """The blocks that no table holds and whose content can be matched."""
-    return iter(kv._pool.shares.cached())
-
-
-def leave_out_tails(kv: KVAllocator) -> None:
-    """Whole blocks alone are kept and found from now on."""
-    kv._tails = Tails(kv.block_size, finds=False)
-
-
-def tell(kv: KVAllocator, config: SchedulerConfig) -> None:
-    """Tell routers, ours and others, of cached blocks, where the configuration asks for it."""
-    kv.prefixes.is_on, kv.told_blocks.is_on = config.tells_prefixes, config.tells_blocks
-
-
-def adopt(
-    kv: KVAllocator, content: bytes, depth: int, request: GenerationRequest, parent: bytes | None = None
-) -> int | None:
-    """A block that can be matched by this content from now on, of no sequence; None: there is one, or no room.
-
-    The caller fills it before the next step. `depth`: blocks before it in the request's prompt. `parent`: the content
-    of the last of those blocks, or empty; None: the event is not told.
-    """
-    if kv.by_window or not kv._caching or holds(kv, content) or not kv.num_available:
-        return None
-    block = kv._take(kv._pool.shares.owner(request.cache_scope, request.weight))
-    kv._cache.register(content, block, depth)
-    if parent is not None:
-        tokens = request.prompt_token_ids[depth * kv.block_size : (depth + 1) * kv.block_size]
-        kv.told_blocks.stored(content, parent, tokens, request=request)
-    kv._drop(block)
-    return block
-
-
-def record_in(kv: KVAllocator, recorder: Recorder) -> None:
-    """Tell this recorder from now on of the blocks that can be matched."""
-    for cache in kv._caches.each:
-        cache.recorder = recorder
-
-
-def take_over(kv: KVAllocator, found: Iterable[HeldBlock]) -> set[int]:
-    """Begin with these contents of an earlier run, in an empty pool; returns the blocks that can be matched by them.
-
-    No block is taken over if cache events are published: an event names tokens, and the record of a full block has
-    none.
-    """
-    by_scope: dict[str, Owner[int]] = {}
-    owners: dict[int, Owner[int]] = {}
-    begun: list[HeldBlock] = []
-    for each in found if kv._caching and not kv.told_blocks.is_on else ():
-        if each.tokens:
-            if kv.by_window or len(each.tokens) < kv._tails.least:
-                continue
-            begun.append(each)
-        elif each.group >= len(kv._caches.each) or not kv._caches.each[each.group].register(each.content, each.block):
-            continue
-        if each.scope not in by_scope:
-            by_scope[each.scope] = kv._pool.shares.owner(each.scope)
-        owners[each.block] = by_scope[each.scope]
-    kv._pool.adopt(owners)
-    for each in begun:
-        kv._offer(each.block, each.content, list(each.tokens))
-    return {block for block in owners if kv._is_known(block)}
-
-
-def is_registered(kv: KVAllocator, block: int) -> bool:
-    """Whether the block is full and can be matched."""
-    return kv._caches.holds(block)
-
-
-def scope_of(kv: KVAllocator, block: int) -> str:
-    """The scope that a block with content belongs to."""
-    owner = kv._pool.owner(block)
-    return "" if owner is None else owner.scope
-
-
-def parent_of(kv: KVAllocator, sequence: Sequence, index: int) -> bytes:
-    """The hash of all blocks before the one at `index`, which are full."""
-    kv._extend_hashes(sequence, index)
-    return kv._parent(sequence, index)
-
-
-def grow(kv: KVAllocator, sequence: Sequence) -> None:
-    """Reserve one more block for a decode in columns, whose last block is full and which shares none."""
-    kv._extend(sequence, sequence.kv.table, sequence.kv.table.num_slots + 1)
-
-
-def fill(kv: KVAllocator, sequence: Sequence, num_computed: int) -> None:
-    """Commit the last block of a decode in columns, full of applied results; the counts are in the columns."""
-    if kv._caching:
-        kv._commit_blocks(sequence, num_computed // kv.block_size)
-
-
-def _pin_prompt(kv: KVAllocator, sequence: Sequence) -> None:
-    """Pin the blocks of a prompt that its request asks to keep, of all groups of layers, the first ones first."""
-    if not (seconds := sequence.group.request.cache_ttl):
-        return
-    kv._pool.pin(
-        [
-            block
-            for index in range(sequence.num_prompt_tokens // kv.block_size)
-            for table in sequence.kv.tables
-            if table.num_passed <= index < len(table.block_ids) and kv._caches.holds(block := table.block_ids[index])
-        ],
-        seconds,
-    )
-
-
-def _offer_tail(kv: KVAllocator, sequence: Sequence) -> None:
-    """Make the computed part of the sequence's partial block available for copies."""
-    index, rest = divmod(sequence.kv.num_certain, kv.block_size)
-    if rest >= kv._tails.least:
-        tokens = sequence.token_ids[sequence.kv.num_certain - rest : sequence.kv.num_certain]
-        kv._offer(sequence.kv.table.block_ids[index], kv._parent(sequence, index), tokens)
-
-
-def _check_references(pool: BlockPool, held: Counter[int], sequences: Iterable[Sequence]) -> None:
-    """Each block is counted as often as it is held, and the blocks of a table have its request's scope."""
-    counted = pool.references()
-    for block in counted.keys() | held.keys():
-        refs = counted.get(block, 0)
-        require(refs == held[block], f"block {block} has {refs} references and is in {held[block]} tables")
-    for sequence in sequences:
-        scope = sequence.group.request.cache_scope
-        for owner in map(pool.owner, _held(sequence)):
-            require(owner is not None and owner.scope == scope, "a sequence holds a block of another scope")
 
 
 def _held(sequence: Sequence) -> Iterator[int]:

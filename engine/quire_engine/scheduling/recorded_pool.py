@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from quire_engine.contract.batch import Batch
 from quire_engine.contract.block_record import BlockRecord
-from quire_engine.scheduling.kv_allocator import KVAllocator, is_registered, parent_of, record_in, scope_of, take_over
+from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Sequence
 
@@ -27,12 +27,12 @@ class RecordedPool:
         self._new: dict[int, tuple[bytes, int]] = {}  # by block what can be matched, but is not computed for sure
         self._begun: dict[int, int] = {}  # by sequence id the block that it has begun, as recorded
         found = list(record.found())
-        taken = take_over(kv, found)
+        taken = kv.take_over(found)
         for each in found:
             if each.tokens or each.block not in taken:
                 record.lose(each.block)  # who goes on with a block that is not full gets a copy
         self.num_found = len(taken)  # blocks that this engine begins with
-        record_in(kv, self)
+        kv.record_in(self)
 
     def register(self, block: int, content: bytes, group: int) -> None:
         """The block can be matched; it is computed when the next result is applied."""
@@ -51,7 +51,7 @@ class RecordedPool:
     def applied(self, batch: Batch) -> None:
         """The step's result is applied: everything that was registered is computed."""
         for block, (content, group) in self._new.items():
-            self._record.fill(block, content, group, scope_of(self._kv, block))
+            self._record.fill(block, content, group, self._kv.scope_of(block))
         self._new.clear()
         if self._kv.by_window:  # whose blocks are matched in whole alone
             return
@@ -68,17 +68,17 @@ class RecordedPool:
         if sequence is not None and sequence.columns is None and len(sequence.kv.table):
             index, count = divmod(sequence.kv.num_certain, size)
         block = sequence.kv.table.block_ids[index] if sequence is not None and count else None
-        if block is not None and is_registered(self._kv, block):
+        if block is not None and self._kv.is_registered(block):
             block = None
         if block != self._begun.get(sequence_id):
             self._close(sequence_id)
         if sequence is not None and block is not None:
             tokens = sequence.token_ids[index * size : index * size + count]
-            self._record.begin(block, parent_of(self._kv, sequence, index), tokens, scope_of(self._kv, block))
+            self._record.begin(block, self._kv.parent_of(sequence, index), tokens, self._kv.scope_of(block))
             self._begun[sequence_id] = block
 
     def _close(self, sequence_id: int) -> None:
         """The sequence does not write to the block any more that it had begun; others may, once it is free."""
         block = self._begun.pop(sequence_id, None)
-        if block is not None and not is_registered(self._kv, block):
+        if block is not None and not self._kv.is_registered(block):
             self._record.lose(block)

@@ -12,7 +12,7 @@ from quire_engine.contract.limits import SchedulerConfig
 from quire_engine.contract.types import EngineStats
 from quire_engine.scheduling.blocks import NO_MOVES, Moves, PrefixMatch, Swapped
 from quire_engine.scheduling.cache_shares import CacheShares, Owner
-from quire_engine.scheduling.kv_allocator import KVAllocator, tell, tell_stored
+from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.sequence import Group, Sequence
 
 
@@ -29,7 +29,7 @@ def allocator_for(config: SchedulerConfig, stored: Iterable[bytes] = ()) -> tupl
             enable_prefix_caching=limits.enable_prefix_caching,
             groups=config.kv_groups,
         )
-        tell(plain, config)
+        plain.tell(config)
         return plain, None
     cost = SwapCost(config.swap_seconds)
     kv = SwappingAllocator(
@@ -40,7 +40,7 @@ def allocator_for(config: SchedulerConfig, stored: Iterable[bytes] = ()) -> tupl
         cost=cost,
         stored=stored,
     )
-    tell(kv, config)
+    kv.tell(config)
     return kv, Swapping(kv, cost)
 
 
@@ -179,7 +179,7 @@ class SwappingAllocator(KVAllocator):
         for depth, (key, block) in enumerate(zip(keys, sequence.kv.table.block_ids[first:], strict=False), first):
             self.host.bring(key, block)
             if self._cache.register(key, block, depth) and self.told_blocks.is_on:
-                tell_stored(self, sequence, depth)
+                self._tell_stored(sequence, depth)
         # A tail is copied in the step that is being planned, so it counts when that step's result is applied.
         sequence.kv.num_committed = first + len(keys)
         sequence.kv.num_certain = sequence.kv.num_settled = sequence.kv.num_committed * self.block_size
@@ -301,7 +301,7 @@ class SwappingAllocator(KVAllocator):
                 is_away = self._cache.block(key) is None
                 sequence.kv.table.extend([self._bring_full(key, brought, owner) if block is None else block])
                 if is_away and self._caching and self.told_blocks.is_on:
-                    tell_stored(self, sequence, index)
+                    self._tell_stored(sequence, index)
             sequence.kv.table.extend([self._bring(key, owner) for key in kept.keys[len(blocks) :]])
             sequence.kv.num_computed = sequence.kv.num_settled = sequence.kv.num_certain = kept.num_tokens
             sequence.kv.num_committed = len(blocks) if self._caching else 0

@@ -12,7 +12,7 @@ from quire_engine.contract.errors import ConfigError
 from quire_engine.contract.limits import SchedulerConfig
 from quire_engine.scheduling.blocks import NO_MATCH, PrefixMatch
 from quire_engine.scheduling.kept_prefixes import Allocate
-from quire_engine.scheduling.kv_allocator import KVAllocator, leave_out_tails
+from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.sequence import Promise, Sequence
 from quire_engine.simulation.setup import MatchName
 
@@ -34,7 +34,7 @@ class BlockMatching(KVAllocator):
     def __init__(self, config: SchedulerConfig) -> None:
         size = config.limits.block_size
         super().__init__(num_blocks=config.num_blocks, block_size=size, enable_prefix_caching=True)
-        leave_out_tails(self)
+        self.leave_out_tails()
 
 
 class WholeMatching(KVAllocator):

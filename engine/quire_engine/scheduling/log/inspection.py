@@ -15,8 +15,8 @@ from quire_engine.contract.errors import Unanswerable
 from quire_engine.contract.invariants import InvariantViolation
 from quire_engine.contract.limits import SchedulerConfig
 from quire_engine.contract.types import WAIT_REASONS, EngineStats, WaitReason
+from quire_engine.scheduling.cached_blocks import CachedBlocks
 from quire_engine.scheduling.decode_columns import DecodeColumns
-from quire_engine.scheduling.kv_allocator import KVAllocator, matchable
 from quire_engine.scheduling.log.pool_view import pool_view
 from quire_engine.scheduling.log.step_log import Event, Step, StepLog
 from quire_engine.scheduling.log.step_records import FORMAT, RequestEvent, StepRecord
@@ -40,7 +40,7 @@ class Inspection:
     def __init__(
         self,
         config: SchedulerConfig,
-        kv: KVAllocator,
+        kv: CachedBlocks,
         roster: Roster,
         log: StepLog | None,
         num_restored: int,
@@ -124,7 +124,7 @@ class Inspection:
         """
         kv = self._kv
         held = self._held()
-        used, size = kv.num_blocks - kv.num_available, kv.block_size
+        used, size = kv.num_used, kv.block_size
         unused = num_unused_slots([s for group in self._roster.running for s in group.sequences], size)
         shared = sum(1 for holders in held.values() if holders > 1)
         return {
@@ -155,7 +155,7 @@ class Inspection:
                 for s in list(self._roster.sequences.values())[:MOST_REQUESTS]
                 if s.kv.num_held
             ],
-            **({"matchable": matchable(kv)} if arguments.get("names") else {}),
+            **({"matchable": kv.matchable_names()} if arguments.get("names") else {}),
         }
 
     def table(self, arguments: Arguments) -> object:
@@ -274,7 +274,7 @@ def _longest_run(blocks: set[int]) -> int:
 
 
 def engine_stats(
-    kv: KVAllocator,
+    kv: CachedBlocks,
     roster: Roster,
     columns: DecodeColumns,
     planner: Planner,
@@ -291,7 +291,7 @@ def engine_stats(
     for group in roster.waiting:
         waiting[group.wait_reason] += len(group.sequences)
     admission = planner.admission
-    used = kv.num_blocks - kv.num_available
+    used = kv.num_used
     others = [sequence for group in columns.layout(roster.running).behind for sequence in group.sequences]
     has_adapters = any(roster.adapters.in_use)
     return EngineStats(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-from quire_engine.scheduling.kv_allocator import KVAllocator, cached_blocks
+from quire_engine.scheduling.cached_blocks import CachedBlocks
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
 
@@ -17,7 +17,7 @@ MOST_TABLES = 64
 MOST_WAITING = 64
 
 
-def pool_view(kv: KVAllocator, roster: Roster) -> dict[str, Any]:
+def pool_view(kv: CachedBlocks, roster: Roster) -> dict[str, Any]:
     """The blocks that are cached, the page tables in the order of arrival, and the requests that wait.
 
     A block in no table and not among the cached ones is free. Tables are those of the first group of layers.
@@ -29,7 +29,7 @@ def pool_view(kv: KVAllocator, roster: Roster) -> dict[str, Any]:
         "block_size": kv.block_size,
         "num_blocks": kv.num_blocks,
         "shown": shown,
-        "cached": sorted([block for block in cached_blocks(kv) if block < shown]),
+        "cached": sorted([block for block in kv.cached() if block < shown]),
         "num_cached": kv.num_cached,
         "num_free": kv.num_available - kv.num_cached,
         "num_shared": kv.num_shared,
