@@ -26,6 +26,7 @@ from quire_engine.execution.runner import Runner
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculate
 from quire_kernels.reference import REFERENCE
+from quire_kernels.reference.linear import SHARE, TILE, Linear, project
 from support.checkpoints import shared_checkpoint
 from support.limits import PLAIN_POLICIES
 from support.model_steps import CPU, random_ids
@@ -256,3 +257,21 @@ def test_a_step_that_does_not_fit_is_no_measure(monkeypatch):
 
 def on_the_cpu(*what, layout):
     return KVStorage(*what[:-1], CPU, layout=layout)
+
+
+def test_wide_products_of_the_reference_are_captured_like_all_others():
+    """On a CPU with several threads the reference computes these in threads of its own, which a capture cannot see."""
+    rows, device = torch.ones(TILE, 8), SimulatedDevice()
+    weight = torch.arange(float(2 * SHARE * 8)).reshape(2 * SHARE, 8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with device.work():
+            kept: list[torch.Tensor] = []
+            graph = device.capture(lambda: kept.append(project(rows, Linear(weight, None))))
+            graph.replay()
+            device.finish()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert kept[0].equal(rows @ weight.T)

@@ -53,7 +53,8 @@ class SimulatedDevice:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        with _Calls(self), _Operations(self):
+        # With more, the reference computes wide products in threads of its own, whose operations no mode sees.
+        with _one_thread(), _Calls(self), _Operations(self):
             yield
 
     def host_buffer(self, num_bytes: int) -> HostBuffer:
@@ -263,6 +264,16 @@ class _Calls(TorchFunctionMode):
             finally:
                 self._device.executing = before
         return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _same_memory(tensor: Tensor) -> Tensor:
