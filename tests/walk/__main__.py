@@ -29,7 +29,7 @@ def walk(name: str, part: Part, golden: list[list[int]]) -> int:
         started = time.monotonic()
         said = "ok"
         try:
-            with scene(golden, *trial.flags, plants=trial.plants) as found:
+            with scene(golden, *trial.flags, plants=trial.plants, files=trial.files, key=trial.key) as found:
                 asyncio.run(trial.act(found))
                 assert not trial.plants or found.fired(), "the planted fault did not happen"
         except Exception as error:

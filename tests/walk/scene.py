@@ -51,8 +51,15 @@ def chat(text: str = "Hello", **more: Any) -> dict[str, Any]:
 class Scene:
     """One server. `folder` is its own, and `golden` what an undisturbed one answers to PROMPTS."""
 
-    def __init__(self, server: Served, folder: Path, golden: list[list[int]]) -> None:
-        self.server, self.folder, self.golden = server, folder, golden
+    def __init__(self, server: Served, folder: Path, golden: list[list[int]], key: str = "") -> None:
+        """`key`: of the API, which all clients send; empty: the server asks for none."""
+        self.server, self.folder, self.golden, self._key = server, folder, golden, key
+
+    def client(self) -> httpx.AsyncClient:
+        http = client(self.server.url)
+        if self._key:
+            http.headers["Authorization"] = f"Bearer {self._key}"
+        return http
 
     # ---------------------------------------------------------------- its processes
 
@@ -89,7 +96,7 @@ class Scene:
         def count(number: int) -> Callable[[Any], None]:
             return lambda seen: chunks.__setitem__(number, len(seen.token_ids))
 
-        async with client(self.server.url) as http:
+        async with self.client() as http:
             running = asyncio.create_task(
                 gather(len(PROMPTS), lambda i: stream(http, body(PROMPTS[i]), on_chunk=count(i)))
             )
@@ -102,14 +109,14 @@ class Scene:
 
     async def post(self, path: str, json: dict[str, Any], *, status: int | set[int] = 200) -> httpx.Response:
         """A request that is answered in time, with this status."""
-        async with client(self.server.url) as http:
+        async with self.client() as http:
             reply = await asyncio.wait_for(http.post(path, json=json), PATIENCE)
         wanted = status if isinstance(status, set) else {status}
         assert reply.status_code in wanted, f"{path}: {reply.status_code} {reply.text[:200]}"
         return reply
 
     async def get(self, path: str) -> httpx.Response:
-        async with client(self.server.url) as http:
+        async with self.client() as http:
             return await asyncio.wait_for(http.get(path), PATIENCE)
 
     async def live(self, *, seconds: float = 0.0) -> None:
@@ -146,14 +153,22 @@ class Scene:
 
 
 @contextmanager
-def scene(golden: list[list[int]], *flags: str, plants: tuple[dict[str, Any], ...] = ()) -> Iterator[Scene]:
-    """`{folder}` in a flag is a folder of the server's own."""
+def scene(
+    golden: list[list[int]],
+    *flags: str,
+    plants: tuple[dict[str, Any], ...] = (),
+    files: dict[str, str] | None = None,
+    key: str = "",
+) -> Iterator[Scene]:
+    """`{folder}` in a flag is a folder of the server's own; `files`: what is in it at the start, by name."""
     with tempfile.TemporaryDirectory(prefix="walk-") as name:
+        for file, content in (files or {}).items():
+            (Path(name) / file).write_text(content)
         given = [flag.replace("{folder}", name) for flag in (*SMALL, *flags)]
         env = {"WALK_PLAN": json.dumps({"folder": name, "plants": plants})}
         program = (str(PROGRAM), "quire_server.cli", "serve")
         with Served(*given, env=env, program=program, start_seconds=START_SECONDS) as server:
-            yield Scene(server, Path(name), golden)
+            yield Scene(server, Path(name), golden, key)
 
 
 async def golden_of(server: Served) -> list[list[int]]:

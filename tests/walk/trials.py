@@ -10,30 +10,40 @@ import asyncio
 import json
 import signal
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
 from support.processes import lives
-from walk.scene import HUGE, SCHEMA, Scene, chat
+from walk.scene import HUGE, PROMPTS, SCHEMA, Scene, chat
 
 FAULTS = ("kill", "stop", "exception", "slow", "full disk")
 MAIN, ENGINE, RANK = "quire_server.cli", "quire_engine.process", "quire_engine.process.rank"
 LONG = "word " * 3000  # encoded in a thread
+KEPT_PROMPT = "A prefix that is kept, " * 120  # longer than the shortest that goes to files
+LEAST_KEPT = 32  # blocks: those of the shortest
+OTHERS = 8  # such prompts fill the pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One fault of one part: the server's flags, what is planted in its processes, and what is done then."""
+    """One fault of one part: the server's flags, what is planted in its processes, and what is done then.
+
+    `files`: what its folder has at the start, by name; `key`: what clients send.
+    """
 
     act: Callable[[Scene], Awaitable[None]]
     flags: tuple[str, ...] = ()
     plants: tuple[dict[str, Any], ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
+    key: str = ""
 
 
 Part = dict[str, Trial | str]  # by fault: what is tried, or why it cannot be
@@ -221,28 +231,40 @@ async def _ends_in_time(scene: Scene) -> None:
     assert scene.server.process.returncode == 0, scene.server.process.returncode
 
 
-async def _other_prompts(scene: Scene) -> None:
-    """Blocks are written, the pool forgets them, and they are asked for again."""
-    long = "A prefix that is kept, " * 20
-    first = await scene.post("/v1/completions", {"prompt": long, "max_tokens": 8, "temperature": 0})
-    for number in range(24):
-        await scene.post("/v1/completions", {"prompt": f"{number} " * 200, "max_tokens": 1})
-    await asyncio.sleep(1.0)
-    again = await scene.post("/v1/completions", {"prompt": long, "max_tokens": 8, "temperature": 0})
-    assert again.json()["choices"][0]["text"] == first.json()["choices"][0]["text"], "another answer"
-    await _streams(scene)
-
-
-async def _kept_anew(scene: Scene) -> None:
-    """Blocks of files are read by the next engine, whose pool is empty."""
-    long = "A prefix that is kept, " * 20
-    asked = {"prompt": long, "max_tokens": 8, "temperature": 0}
+async def _kept(scene: Scene, done: Callable[[], bool]) -> None:
+    """A long prompt's blocks are on their way to files; when they are, others take their place in the pool, and the
+    prompt is asked for again."""
+    asked = {"prompt": KEPT_PROMPT, "max_tokens": 8, "temperature": 0}
     first = await scene.post("/v1/completions", asked)
-    await asyncio.sleep(2.0)
-    await scene.post("/admin/reset-prefix-cache", {}, status={200, 404})
+    await scene.until("the writer", done)
+    for number in range(OTHERS):
+        await scene.post("/v1/completions", {"prompt": f"{number}: {KEPT_PROMPT}", "max_tokens": 1})
     again = await scene.post("/v1/completions", asked)
     assert again.json()["choices"][0]["text"] == first.json()["choices"][0]["text"], "another answer"
     await _streams(scene)
+
+
+async def _read_again(scene: Scene) -> None:
+    await _kept(scene, lambda: scene.server.metric("quire_kept_kv_blocks") >= LEAST_KEPT)
+
+
+async def _not_written(scene: Scene) -> None:
+    await _kept(scene, lambda: "KV blocks are written no more" in scene.server.log())
+
+
+async def _counts_go_on(scene: Scene) -> None:
+    """The file cannot be written for some seconds; then it has all that was counted meanwhile."""
+    await scene.streams()
+    await scene.logged("cannot be written")
+    await scene.streams()
+    await scene.until("a file with the counts", lambda: sum(_counted(scene.folder / "usage.json")) == 2 * len(PROMPTS))
+
+
+def _counted(file: Path) -> Iterator[int]:
+    """The requests that a file of usage has, of each day, tenant and model."""
+    for tenants in json.loads(file.read_text())["days"].values():
+        for models in tenants.values():
+            yield from (counts["requests"] for counts in models.values())
 
 
 async def _beyond_help(scene: Scene) -> None:
@@ -322,7 +344,9 @@ BY_NODES = "needs a second machine's server: `make replica-test` kills, stops an
 BY_OFFLINE = "no server has it: tests/model/test_llm_life.py"
 BY_COMMAND = "a command has it, which ends with one line: tests/unit/server/commands"
 BATCHES = ("--batch-dir", "{folder}/batches")
-KEPT = ("--kv-offload-dir", "{folder}/kv", "--allow-local-admin")
+KEPT = ("--kv-offload-dir", "{folder}/kv")
+KEY = "key-of-a-tenant"
+TENANTS = f"tenants: [{{name: a, key_sha256: [{sha256(KEY.encode()).hexdigest()}]}}]\nusage_file: usage.json\n"
 SERVERS = ("--api-server-count", "2")
 EVENTS = ("--kv-events-config", '{"enable_kv_cache_events": true, "endpoint": "ipc://{folder}/events"}')
 DEAD_COLLECTOR = ("--otlp-traces-endpoint", "http://127.0.0.1:9/v1/traces")
@@ -488,13 +512,13 @@ RECORD: dict[tuple[str, str], Part] = {
         ),
     ),
     ("thread", "kv writer"): thread(
-        exception=planted(f"{FILES}.write", "raise", _kept_anew, *KEPT, process=ENGINE),
-        slow=planted(f"{FILES}.write", "slow:3", _kept_anew, *KEPT, process=ENGINE),
-        full_disk=planted(f"{FILES}.write", "full", _kept_anew, *KEPT, process=ENGINE),
+        exception=planted(f"{FILES}.write", "raise", _not_written, *KEPT, process=ENGINE),
+        slow=planted(f"{FILES}.write", "slow:3", _read_again, *KEPT, process=ENGINE),
+        full_disk=planted(f"{FILES}.write", "full", _not_written, *KEPT, process=ENGINE),
     ),
     ("thread", "kv reader"): thread(
-        exception=planted(f"{FILES}.read", "raise", _other_prompts, *KEPT, process=ENGINE),
-        slow=planted(f"{FILES}.read", "slow:3", _other_prompts, *KEPT, process=ENGINE),
+        exception=planted(f"{FILES}.read", "raise", _read_again, *KEPT, process=ENGINE),
+        slow=planted(f"{FILES}.read", "slow:3", _read_again, *KEPT, process=ENGINE),
     ),
     ("thread", "kv files"): elsewhere(
         "a CPU swaps nothing, and only a swap space has them: tests/unit/engine/execution/test_kv_files.py"
@@ -517,7 +541,13 @@ RECORD: dict[tuple[str, str], Part] = {
     ("task", "usage"): thread(
         exception=planted("quire_server.metrics.usage:UsageBook.save", "raise", _beyond_help),
         slow="it writes in a thread, and nobody waits for it",
-        full_disk=planted("quire_server.metrics.usage:UsageBook._write", "full", _streams_again, times=3),
+        full_disk=Trial(
+            act=_counts_go_on,
+            flags=("--tenants", "{folder}/tenants.yaml"),
+            plants=(plant("quire_server.metrics.usage:UsageBook._write", "full", after=1, times=3),),
+            files={"tenants.yaml": TENANTS},
+            key=KEY,
+        ),
     ),
     ("task", "models"): elsewhere("`make models-test`: kills at each phase of a swap, a model that cannot be loaded"),
     ("task", "model"): elsewhere("`make models-test`: kills at each phase of a swap, a model that cannot be loaded"),
