@@ -70,7 +70,7 @@ class Soak:
         self.samples: list[Sample] = []
         self.engine: dict[int, list[Sample]] = {}  # by process id
         self.times: list[tuple[float, float]] = []
-        self.pace: list[tuple[float, float]] = []  # CPU seconds of a fixed computation: how fast the host is
+        self.pace: list[tuple[float, float]] = []  # seconds of a fixed computation: how fast, and how free, the host is
 
     async def run(self) -> list[str]:
         """What is wrong, in words."""
@@ -238,11 +238,11 @@ def _ends(values: Values[float]) -> str:
 
 
 def _fixed_work() -> float:
-    """CPU seconds of a computation that is always the same."""
-    started, total = time.thread_time(), 0
-    for number in range(100_000):
+    """Seconds of a computation that is always the same, with those in which others had the cores."""
+    started, total = time.perf_counter(), 0
+    for number in range(400_000):  # longer than a turn that the host gives to one process
         total += number & 7
-    return time.thread_time() - started
+    return time.perf_counter() - started
 
 
 def main() -> int:

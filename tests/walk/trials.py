@@ -577,7 +577,7 @@ RECORD: dict[tuple[str, str], Part] = {
     ),
     ("task", "api-servers-watch"): thread(
         exception=planted(
-            "quire_engine.own_pauses:OwnPauses.look",
+            f"{_FLEET}:ApiServers._ask_each",
             "raise",
             _silent_api_server_after_failure,
             *SERVERS,

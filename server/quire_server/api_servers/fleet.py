@@ -179,15 +179,18 @@ class ApiServers:
         pauses = OwnPauses(COUNT_SECONDS)
         while True:
             await asyncio.sleep(COUNT_SECONDS)
-            pauses.look()
-            for session in list(self._sessions.values()):
-                silence = pauses.silence(session.link.heard)
-                if session.accepts.done() and silence > self._settings.engine_hang_timeout:
-                    session.link.abort(f"no sign of life for {silence:.1f} s")
-                elif not session.is_asked:
-                    asked = asyncio.create_task(session.order("count"))
-                    self._asked.add(asked)
-                    asked.add_done_callback(self._asked.discard)
+            self._ask_each(pauses)
+
+    def _ask_each(self, pauses: OwnPauses) -> None:
+        pauses.look()
+        for session in list(self._sessions.values()):
+            silence = pauses.silence(session.link.heard)
+            if session.accepts.done() and silence > self._settings.engine_hang_timeout:
+                session.link.abort(f"no sign of life for {silence:.1f} s")
+            elif not session.is_asked:
+                asked = asyncio.create_task(session.order("count"))
+                self._asked.add(asked)
+                asked.add_done_callback(self._asked.discard)
 
     # ---------------------------------------------------------------- what holds
 
