@@ -33,7 +33,7 @@ examples:
   quire bench --url http://127.0.0.1:8000 --against http://127.0.0.1:8001,vllm --input 128 --output 64
   quire bench --rate 1,2,4,8 --seconds 60 --output 16-256 --json rates.json
   quire bench --trace AzureLLMInferenceTrace_conv.csv --scale-rate 0.1 --scale-len 0.25 --requests 200
-  quire bench --concurrency 8 --output 8-256 --baseline static --baseline hf-generate"""
+  quire bench --concurrency 8 --output log:8-1024 --baseline static --baseline hf-generate"""
 
 T = TypeVar("T")
 
@@ -151,9 +151,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sent = parser.add_argument_group("Requests")
     sent.add_argument(
-        "--input", type=_span, default="128", metavar="N|LO-HI", help="prompt tokens, without the prefix [128]"
+        "--input",
+        type=_span,
+        default="128",
+        metavar="N|LO-HI|log:LO-HI",
+        help="prompt tokens, without the prefix [128]",
     )
-    sent.add_argument("--output", type=_span, default="64", metavar="N|LO-HI", help="tokens to generate [64]")
+    sent.add_argument(
+        "--output",
+        type=_span,
+        default="64",
+        metavar="N|LO-HI|log:LO-HI",
+        help="tokens to generate; log: many short answers and a few long ones [64]",
+    )
     sent.add_argument(
         "--prefix", type=_count, default=0, metavar="N", help="tokens that all prompts of a round begin with [0]"
     )
@@ -256,7 +266,7 @@ def _span(text: str) -> Span:
     try:
         return Span.parse(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected tokens such as 128 or 64-256, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected tokens such as 128, 64-256 or log:8-1024, got {text!r}") from None
 
 
 def _positive_int(text: str) -> int:

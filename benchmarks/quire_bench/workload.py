@@ -20,30 +20,42 @@ Mode = Literal["concurrency", "rate", "trace"]
 OPEN_LOOP_SECONDS = 30.0  # of arrivals, when neither requests nor seconds are bounded
 _LEAST_REQUESTS = 8
 _ROUNDS_OF_REQUESTS = 4  # a closed loop sends so many per stream when nothing bounds it
+_LONG_TAILED = "log:"
 _SPECIAL_IDS = 100  # most vocabularies begin with control tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A length in tokens, drawn evenly from low to high, both included."""
+    """A length in tokens, drawn from low to high, both included.
+
+    Evenly, or, with a long tail, its logarithm evenly: as many lengths from 8 to 16 as from 512 to 1,024, which is how
+    the lengths of answers in recorded traffic look.
+    """
 
     low: int
     high: int
+    is_long_tailed: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Span:
-        """`128` or `64-256`. ValueError otherwise."""
-        low, dash, high = text.partition("-")
-        span = cls(low=int(low), high=int(high if dash else low))
+        """`128`, `64-256` or `log:8-1024`. ValueError otherwise."""
+        lengths = text.removeprefix(_LONG_TAILED)
+        low, dash, high = lengths.partition("-")
+        span = cls(low=int(low), high=int(high if dash else low), is_long_tailed=lengths != text)
         if not 1 <= span.low <= span.high:
             raise ValueError(text)
         return span
 
     def draw(self, rng: random.Random) -> int:
-        return rng.randint(self.low, self.high)
+        """Return a length in tokens."""
+        if not self.is_long_tailed:
+            return rng.randint(self.low, self.high)
+        return min(self.high, int(self.low * ((self.high + 1) / self.low) ** rng.random()))
 
     def __str__(self) -> str:
-        return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
+        if self.low == self.high:
+            return str(self.low)
+        return f"{_LONG_TAILED if self.is_long_tailed else ''}{self.low}-{self.high}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,3 +148,11 @@ def test_what_libraries_print_does_not_come_between_the_replies():
         {"times": [[0.5], [0.5]]},
     ]
     assert "loading" in done.stderr
+
+
+def test_generate_says_what_it_needs_for_a_gguf_file(tmp_path, monkeypatch):
+    file = tmp_path / "a.gguf"
+    file.touch()
+    monkeypatch.setattr(hf_generate, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install accelerate"):
+        hf_generate.load(config(model=str(file), dtype="float32"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -77,7 +79,7 @@ def test_seconds_bound_the_arrivals():
     assert made[-1].due <= 10
 
 
-@pytest.mark.parametrize("text", ["", "0", "-3", "9-5", "a", "1-", "1.5"])
+@pytest.mark.parametrize("text", ["", "0", "-3", "9-5", "a", "1-", "1.5", "log:", "log:0-8", "log:9-5", "log"])
 def test_spans_that_are_none(text: str):
     with pytest.raises(ValueError):
         Span.parse(text)
@@ -86,6 +88,18 @@ def test_spans_that_are_none(text: str):
 def test_spans():
     assert (Span.parse("7"), Span.parse("3-9")) == (Span(low=7, high=7), Span(low=3, high=9))
     assert [str(Span.parse(text)) for text in ("7", "3-9")] == ["7", "3-9"]
+
+
+def test_long_tails_have_as_many_short_lengths_as_long_ones_of_twice_the_size():
+    span = Span.parse("log:8-1023")
+    assert (str(span), span) == ("log:8-1023", Span(low=8, high=1023, is_long_tailed=True))
+    rng = random.Random(1)
+    drawn = [span.draw(rng) for _ in range(7000)]
+    assert min(drawn) == 8
+    assert 1000 < max(drawn) <= 1023
+    octaves = Counter(length.bit_length() for length in drawn)  # 4 is 8 to 15
+    assert all(900 < count < 1100 for count in octaves.values()), octaves
+    assert len(octaves) == 7
 
 
 def test_azure_sample():

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -58,7 +59,12 @@ def load(config: EngineConfig) -> RunBatch:
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+    folder, named = path, dict[str, str]()
+    if path.suffix == ".gguf":  # whose numbers are made wide: transformers computes no stored format
+        if find_spec("accelerate") is None:
+            raise ImportError("transformers reads a GGUF file with the library accelerate only: pip install accelerate")
+        folder, named = path.parent, {"gguf_file": path.name}
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **named)
     torch.nn.Module.to(model, device=device, dtype=getattr(torch, dtype))
     return partial(run_batch, cast(GenerativeModel, model))
 
