@@ -138,6 +138,7 @@ class Engine:
         self._check_every_step = check_invariants
         self._clock = clock
         self._step_id = 0
+        self._busy_seconds = 0.0  # in steps before this one
         self._num_padding_rows = 0  # sum over all steps
         self._rank_seconds: tuple[float, ...] = ()  # likewise
         self._in_flight: deque[Batch] = deque()  # launched and not collected, in order
@@ -300,6 +301,11 @@ class Engine:
         if self._preparing:
             self._admit_prepared()
         started = self._clock()
+        self._compute(started)
+        self._busy_seconds += self._clock() - started
+
+    def _compute(self, started: float) -> None:
+        """Do what `step` does, at `started`, with the requests that have all they need."""
         refused, self._unsent = self._unsent, []
         outputs = Outputs(others=refused + self._scheduler.expire(started))
         execute_seconds = 0.0
@@ -326,6 +332,7 @@ class Engine:
             self._scheduler.stats(),
             step_seconds=step_seconds,
             host_seconds=step_seconds - execute_seconds,
+            total_busy_seconds=self._busy_seconds + step_seconds,
             total_padding_rows=self._num_padding_rows,
             total_rank_seconds=self._rank_seconds,
         )

@@ -343,6 +343,7 @@ async def build_state(
     metrics = _metrics(settings, engines.whole_plan(plan), tenants, usage)
     replicas = engines if isinstance(engines, ReplicaSet) else None
     engines.on_restart = metrics.engine_restarted
+    metrics.history.num_engines = lambda: max(engines.num_replicas, 1)
     client = new_client(
         engines, settings, plan, metrics, engines.quarantine, tenants=tenants.all, num_replicas=engines.num_replicas
     )

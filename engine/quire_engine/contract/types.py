@@ -301,6 +301,7 @@ class EngineStats:
     decode_tokens: int = 0  # this step
     step_seconds: float = 0.0  # this step, whole
     host_seconds: float = 0.0  # this step, without the model
+    total_busy_seconds: float = 0.0  # in steps, whole, with the sending of their outputs
     total_preemptions: int = 0
     total_prefix_query_tokens: int = 0
     total_prefix_hit_tokens: int = 0

@@ -58,6 +58,7 @@ class History:
     ) -> None:
         self.block_size = 1
         self.max_model_len = 1
+        self.num_engines: Callable[[], int] = lambda: 1
         self.replicas: Callable[[], ReplicaBoard | None] = lambda: None  # set where there are some
         self._engine = engine
         self._requests = requests
@@ -106,7 +107,7 @@ class History:
 
     def tick(self, now: float, t: float) -> bytes:
         """End a second, at `now` on the samples' clock and `t` since the epoch; returns the new values as JSON."""
-        steps = self._engine.take_steps()
+        steps = self._engine.steps.take_last()
         if not self._samples:
             self._samples.append(self._nothing(now - 1.0))
         self._samples.append(self._sample(now))
@@ -133,13 +134,14 @@ class History:
         engine, requests, occupancy = self._engine, self._requests, self._occupancy
         state = engine.state
         used = state.blocks_used / state.blocks_total if state.blocks_total else 0.0
-        before = self._samples[-1].kv_usage_seconds if self._samples else 0.0
+        before = self._samples[-1] if self._samples else Sample(at=now - 1.0, ttft=(), itl=(), stalls=())
+        seconds = now - before.at
         return Sample(
             at=now,
             ttft=tuple(requests.ttft.counts),
             itl=tuple(requests.itl.counts),
             stalls=tuple(self._stalls.counts),
-            kv_usage_seconds=before + used * (now - self._samples[-1].at if self._samples else 1.0),
+            kv_usage_seconds=before.kv_usage_seconds + used * seconds,
             kv_waited=0.0 if state.kv_waiting_since is None else max(0.0, now - state.kv_waiting_since),
             kv_wait_seconds=engine.kv_wait_seconds.get(),
             accepted=occupancy.accepted,
@@ -152,10 +154,11 @@ class History:
             restarts=engine.restarts.get(),
             preempted=engine.preempted.get(),
             generated=requests.generated.get(),
-            steps=engine.steps.get(),
-            step_seconds=engine.step_seconds.sum,
-            prefilled=engine.computed.get("prefill"),
-            decoded=engine.computed.get("decode"),
+            steps=engine.steps.count.get(),
+            busy_seconds=engine.steps.busy_seconds.get(),
+            engine_seconds=before.engine_seconds + self.num_engines() * seconds,
+            prefilled=engine.steps.computed.get("prefill"),
+            decoded=engine.steps.computed.get("decode"),
             padded=engine.padded.get(),
             static_useful=requests.static_slots.get("useful"),
             static_padding=requests.static_slots.get("padding"),
@@ -174,7 +177,7 @@ class History:
             prefill=int(second.gain("prefilled")),
             decode=int(second.gain("decoded")),
             generated=int(second.gain("generated")),
-            busy=round(min(1.0, second.rate("step_seconds")), 3),
+            busy=round(second.busy, 3),
             step_ms=round(1e3 * max([step.step_seconds for step in steps], default=0.0), 2),
             running=stats.running,
             waiting={reason: count for reason, count in stats.waiting.items() if count},
@@ -271,7 +274,7 @@ class Frame:
     prefill: int  # tokens computed
     decode: int
     generated: int
-    busy: float  # share of the second that steps took
+    busy: float  # share of the second that steps took, of several engines the mean
     step_ms: float  # longest step
     running: int
     waiting: dict[str, int]

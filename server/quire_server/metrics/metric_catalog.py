@@ -6,7 +6,6 @@ loop, HTTP.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Literal, get_args
@@ -21,9 +20,10 @@ from quire_engine.contract.types import (
     EngineStats,
     PinEvent,
 )
-from quire_server.metrics.metric_values import Counter, Histogram, Values
+from quire_server.metrics.metric_values import Counter, Values
 from quire_server.metrics.prefill_cost import PrefillCost
 from quire_server.metrics.samples import Window
+from quire_server.metrics.step_metrics import StepMetrics
 
 Outcome = Literal["stop", "length", "abort", "error"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error")
@@ -48,11 +48,7 @@ REQUEST_SECONDS = (
     *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
     *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-_STEP = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-_HOST = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 1.0)
 STALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-MOST_STEPS = 4096  # most steps kept for the history: more than an engine computes in a second
-_ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def token_bounds(largest: int) -> tuple[int, ...]:
@@ -189,27 +185,11 @@ class RequestMetrics:
         )
 
 
-def _tokens_of_steps(values: Values) -> tuple[Histogram, Histogram]:
-    """The tokens of a step as the engine computes them, and as vLLM counts them: by the prompts of its requests."""
-    return (
-        values.histogram(
-            "quire_engine_step_tokens", "Prompt tokens computed and tokens generated in one step.", _ITERATION
-        ),
-        values.histogram(
-            "quire_engine_step_request_tokens",
-            "Tokens generated in one step and, of requests that got their first one, the prompt, cached or not.",
-            _ITERATION,
-            alias="vllm:iteration_tokens_total",
-        ),
-    )
-
-
 class EngineMetrics:
     """The engine's state as of its last message; `show` sets the gauges from it."""
 
     def __init__(self, values: Values) -> None:
         self._state = EngineStats()
-        self._steps: deque[EngineStats] = deque(maxlen=MOST_STEPS)
         self._bytes_per_block = 0
         self._num_blocks = 0
         self.pool = values.gauge("quire_kv_pool_blocks", "KV blocks in the pool.")
@@ -270,20 +250,7 @@ class EngineMetrics:
             "quire_kv_slot_efficiency_ratio",
             "Slots that hold a token over slots in used blocks; 1 when nothing is used.",
         )
-        self.steps = values.counter("quire_engine_steps", "Steps that computed something.")
-        self.step_seconds = values.histogram("quire_engine_step_seconds", "Duration of a step, seconds.", _STEP)
-        self.host_seconds = values.histogram(
-            "quire_engine_step_host_seconds",
-            "Duration of a step without the model: scheduling and bookkeeping, seconds.",
-            _HOST,
-        )
-        self.step_tokens, self.iteration_tokens = _tokens_of_steps(values)
-        self.computed = values.counter(
-            "quire_engine_computed_tokens",
-            "Tokens run through the model, by kind; recomputation included.",
-            ("kind",),
-            children=[("prefill",), ("decode",)],
-        )
+        self.steps = StepMetrics(values)
         self.preempted = values.counter(
             "quire_preemptions",
             "Requests that lost their KV blocks to another one, by what became of what they held.",
@@ -411,6 +378,7 @@ class EngineMetrics:
             _Total(self.blocks_taken),
             _Total(self.kv_wait_seconds),
             _Total(self.padded),
+            _Total(self.steps.busy_seconds),
             _Total(self.recomputed),
             _Total(self.drafts),
             _Total(self.draft_tokens),
@@ -461,6 +429,7 @@ class EngineMetrics:
                 stats.total_blocks_taken,
                 stats.total_kv_wait_seconds,
                 stats.total_padding_rows,
+                stats.total_busy_seconds,
                 stats.total_recomputed_tokens,
                 stats.total_drafts,
                 stats.total_draft_tokens,
@@ -478,34 +447,17 @@ class EngineMetrics:
             self.saved_seconds.inc(num_saved * self._prefill_cost.seconds_per_token)
         if stats.step_seconds > stats.host_seconds:  # otherwise the model did not run: the message reports an abort
             generated = stats.decode_tokens if generated_tokens is None else generated_tokens
-            self._observe_step(stats, generated, stats.prefill_tokens if prompt_tokens is None else prompt_tokens)
-
-    def _observe_step(self, stats: EngineStats, generated: int, begun: int) -> None:
-        """Count a step. `generated`: tokens that it sent; `begun`: of the prompts whose first token it sent."""
-        self._steps.append(stats)
-        self.steps.inc()
-        self.step_seconds.observe(stats.step_seconds)
-        self.host_seconds.observe(stats.host_seconds)
-        self.step_tokens.observe(stats.prefill_tokens + generated)
-        self.iteration_tokens.observe(begun + generated)
-        self._prefill_cost.learn(
-            prompt_tokens=stats.prefill_tokens,
-            num_decodes=stats.decode_tokens,
-            seconds=stats.step_seconds - stats.host_seconds,
-        )
-        self.computed.inc(stats.prefill_tokens, "prefill")
-        self.computed.inc(stats.decode_tokens, "decode")
+            self.steps.observe(stats, generated, stats.prefill_tokens if prompt_tokens is None else prompt_tokens)
+            self._prefill_cost.learn(
+                prompt_tokens=stats.prefill_tokens,
+                num_decodes=stats.decode_tokens,
+                seconds=stats.step_seconds - stats.host_seconds,
+            )
 
     @property
     def state(self) -> EngineStats:
         """The engine's last statistics."""
         return self._state
-
-    def take_steps(self) -> list[EngineStats]:
-        """The steps since the last call, at most the last `MOST_STEPS`."""
-        steps = list(self._steps)
-        self._steps.clear()
-        return steps
 
     def show(self, now: float) -> None:
         """Set the gauges from the last state; called at each scrape, not at each step."""
@@ -684,6 +636,11 @@ class MinuteMetrics:
     """Gauges over the last minute, or less where their text says so, updated each second."""
 
     def __init__(self, values: Values) -> None:
+        self.busy = values.gauge(
+            "quire_engine_busy_ratio",
+            "Share of the last ten seconds that the engine spent in steps, on a CPU or a GPU, 0 to 1: at 1 each step"
+            " follows the one before it at once; of several engines the mean.",
+        )
         self.efficiency = values.gauge(
             "quire_batching_efficiency_ratio",
             "Of the token slots that batches reserved in the last minute, the share that held a token: those computed"
@@ -735,6 +692,7 @@ class MinuteMetrics:
 
     def show(self, window: Window, lately: Window, *, peak: int, static_longest: int, static_full: int) -> None:
         """Set the gauges from the last minute, and those of the last ten seconds from `lately`."""
+        self.busy.set(lately.busy)
         self._old_prompt_rate.set(lately.rate("prefilled"))
         self._old_generation_rate.set(lately.rate("generated"))
         self.peak.set(peak)

@@ -40,7 +40,7 @@ from quire_server.metrics.replica_metrics import ReplicaMetrics, Row, Wanted
 from quire_server.metrics.request_record import CURRENT, Load, RequestBoard, RequestRecord
 from quire_server.metrics.usage import UsageBook
 
-_LATELY = 10.0  # seconds of the rates under vLLM's older names, as long as its own took
+_LATELY = 10.0  # seconds of the busy share, and of the rates under vLLM's older names, as long as its own took
 
 
 def load_progress(values: Values) -> Gauge:
@@ -350,7 +350,7 @@ class Throughput:
     __slots__ = ("computed", "generated", "hits", "queries", "running", "usage", "waiting")
 
     def __init__(self, requests: RequestMetrics, engine: EngineMetrics) -> None:
-        self.computed = engine.computed.get("prefill")
+        self.computed = engine.steps.computed.get("prefill")
         self.generated = requests.generated.get()
         self.queries = engine.query_tokens.get()
         self.hits = engine.hit_tokens.get()

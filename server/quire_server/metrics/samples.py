@@ -32,7 +32,8 @@ class Sample:
     preempted: float = 0
     generated: float = 0
     steps: float = 0
-    step_seconds: float = 0
+    busy_seconds: float = 0  # of engines, in steps
+    engine_seconds: float = 0  # the engines, integrated over time
     prefilled: float = 0
     decoded: float = 0
     padded: float = 0
@@ -91,6 +92,12 @@ class Window:
             arrivals=self.rate("accepted"),
             seconds=self.gain("seconds_in_system") / departed if departed else 0.0,
         )
+
+    @property
+    def busy(self) -> float:
+        """The share of the engines' time that their steps took, 0 to 1: a step counts when it has ended."""
+        existed = self.gain("engine_seconds")
+        return min(self.gain("busy_seconds") / existed, 1.0) if existed > 0 else 0.0
 
     @property
     def static_efficiency(self) -> float:

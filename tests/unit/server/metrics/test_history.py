@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
@@ -14,6 +13,7 @@ from quire_server.metrics.history import SECONDS
 from quire_server.metrics.metrics import Metrics
 from quire_server.metrics.request_record import RequestRecord
 from quire_server.metrics.samples import quantile
+from quire_server.metrics.step_metrics import MOST_STEPS
 from support.exposition import PLAN, Scrape, busy, timing
 
 
@@ -128,6 +128,25 @@ def test_rows_that_fill_up_a_step_are_padding(metrics: Metrics, clock: Clock) ->
     assert scrape("quire_batching_padding_ratio", batching="continuous") == 0.25
 
 
+def test_the_busy_share_is_of_ten_seconds_and_a_mean_of_the_engines(metrics: Metrics, clock: Clock) -> None:
+    for ended in range(1, 21):
+        metrics.observe_step(busy(total_busy_seconds=0.75 * ended))
+        assert second(metrics, clock)["frame"]["busy"] == 0.75
+    scrape = Scrape(metrics)
+    assert scrape("quire_engine_busy_ratio") == 0.75
+    assert scrape("quire_engine_busy_seconds_total") == 15.0
+    metrics.history.num_engines = lambda: 3
+    for ended in range(1, 6):
+        metrics.observe_step(busy(total_busy_seconds=15.0 + 1.5 * ended))
+        assert second(metrics, clock)["frame"]["busy"] == 0.5
+    assert Scrape(metrics)("quire_engine_busy_ratio") == pytest.approx((5 * 0.75 + 5 * 1.5) / (5 * 1 + 5 * 3))
+    for _ in range(10):
+        assert second(metrics, clock)["frame"]["busy"] == 0.0
+    assert Scrape(metrics)("quire_engine_busy_ratio") == 0.0
+    metrics.observe_step(busy(total_busy_seconds=22.5 + 300.0))  # a step of five minutes has ended
+    assert second(metrics, clock)["frame"]["busy"] == 1.0
+
+
 @pytest.mark.parametrize("lost", [False, True], ids=["counted", "one end is never told"])
 def test_littles_law_holds_when_every_end_is_told(metrics: Metrics, clock: Clock, lost: bool) -> None:
     """One sequence a second stays for three: three are in the system, unless a record is forgotten."""
@@ -234,8 +253,8 @@ def test_ten_minutes_are_kept_and_no_more(metrics: Metrics, clock: Clock) -> Non
     assert len(past["bars"]) == 30
     for _ in range(10_000):
         metrics.observe_step(busy())
-    assert sys.getsizeof(metrics._engine._steps) < 1 << 16, "nobody ticks: steps are dropped"
-    assert len(json.loads(metrics.tick())["bars"]) == 20
+    bars = json.loads(metrics.tick())["bars"]
+    assert (len(bars), sum(bar[3] for bar in bars)) == (20, MOST_STEPS), "nobody ticks: steps are dropped"
 
 
 def test_alerts_fire_after_their_time(metrics: Metrics, clock: Clock) -> None:

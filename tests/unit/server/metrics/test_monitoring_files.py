@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire_server.engine.replicas import ReplicaRow
 from quire_server.metrics.alert_rules import RULES
+from quire_server.metrics.gpu_use import GpuReader, GpuUse
 from quire_server.metrics.metrics import Metrics
 from support.exposition import busy
 
@@ -22,6 +23,15 @@ CONFIGS = Path(__file__).parents[4] / "configs"
 REPLICA = ReplicaRow(
     name="0", state="ready", draining=False, streams=1, prompt_tokens_ahead=0, restarts=0, numerics="", pid=None
 )
+
+
+class SeenGpu(GpuReader):
+    """A GPU that this machine need not have."""
+
+    def read(self) -> GpuUse:
+        return GpuUse(busy=0.5, memory=1)
+
+
 # Made by Prometheus itself.
 BUILT_IN = {"up", "ALERTS"}
 needs_promtool = pytest.mark.skipif(
@@ -37,6 +47,7 @@ def exported() -> dict[str, set[str]]:
     metrics.replicas.decided("load")
     metrics.replicas.answered("0", 0.1, 0.2)
     metrics.observe_step(busy(total_rank_seconds=(0.1, 0.2)))
+    metrics.gpu.reader = SeenGpu()
     names: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
