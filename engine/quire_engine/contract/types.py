@@ -301,6 +301,9 @@ class EngineStats:
     decode_tokens: int = 0  # this step
     step_seconds: float = 0.0  # this step, whole
     host_seconds: float = 0.0  # this step, without the model
+    step_rows: int = 0  # this step: tokens computed, the guessed ones among them
+    seen_seconds: float = 0.0  # this step, from its plan, or from the end of the step before it, to its results
+    predicted_seconds: float = 0.0  # of those, by the steps before it; 0: not known, or not predicted
     total_busy_seconds: float = 0.0  # in steps, whole, with the sending of their outputs
     total_preemptions: int = 0
     total_prefix_query_tokens: int = 0

@@ -77,7 +77,7 @@ class FastForward:
         self._welcome(sequences)
         self._planner.note_skipped(len(ends))
         for began, ended in pairwise([now, *ends][-3:]):  # of equal steps the newest two count
-            self._policies.capacity.learn(prompt_tokens=0, num_decodes=len(sequences), seconds=ended - began)
+            self._policies.prices.learn(prompt_tokens=0, num_decodes=len(sequences), seconds=ended - began)
         return Skipped(request_ids=request_ids, ends=ends, blocks_used=blocks_used)
 
     def _decoding(self) -> list[Sequence]:
@@ -180,7 +180,7 @@ class FastForward:
             began, now = now, now + seconds(chunk, prompt.kv.num_computed, len(decodes), num_context)
             blocks_used.append(self._take_chunk(prompt, chunk, decodes, len(ends)))
             _charge_output(decodes)
-            for learner in (self._policies.itl, self._policies.capacity):
+            for learner in (self._policies.itl, self._policies.prices):
                 learner.learn(prompt_tokens=chunk, num_decodes=len(decodes), seconds=now - began)
             num_context += len(decodes)
             ends.append(now)

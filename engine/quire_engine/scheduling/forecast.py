@@ -45,9 +45,6 @@ class CapacityPolicy(Protocol):
     def note_preemption(self, step: int) -> None:
         """Blocks were short, so that a group was preempted in this step."""
 
-    def learn(self, *, prompt_tokens: int, num_decodes: int, seconds: float) -> None:
-        """A step of this size has taken so long."""
-
 
 class ByPrompt:
     """The prompt alone counts, and a full pool preempts. It computes many tokens twice where outputs are long."""
@@ -70,9 +67,6 @@ class ByPrompt:
     def note_preemption(self, step: int) -> None:
         pass
 
-    def learn(self, *, prompt_tokens: int, num_decodes: int, seconds: float) -> None:
-        pass
-
 
 class ByExpectedPeak:
     """The expected peak of held blocks stays within the pool, until the last group ends or the entry has paid.
@@ -93,10 +87,10 @@ class ByExpectedPeak:
     with equal ones lately.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prices: StepPrices) -> None:
         self._lengths = OutputLengths()
         self._margin = Margin()
-        self._prices = StepPrices()
+        self._prices = prices
 
     def will_fit(
         self, group: Group, *, need: int, kv: KVAllocator, running: Values[Group], step: int, is_shared: bool = False
@@ -138,9 +132,6 @@ class ByExpectedPeak:
 
     def note_preemption(self, step: int) -> None:
         self._margin.widen(step)
-
-    def learn(self, *, prompt_tokens: int, num_decodes: int, seconds: float) -> None:
-        self._prices.learn(prompt_tokens=prompt_tokens, num_decodes=num_decodes, seconds=seconds)
 
 
 WORTH = 8  # tokens to gain for each one that a group enters with, while prices are unknown or several tenants pay

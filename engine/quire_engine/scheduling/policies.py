@@ -16,6 +16,7 @@ from quire_engine.scheduling.account import OUTPUT_COST
 from quire_engine.scheduling.fairness import FairQueue
 from quire_engine.scheduling.forecast import ByExpectedPeak, ByPrompt, CapacityPolicy
 from quire_engine.scheduling.sequence import Group, Sequence
+from quire_engine.scheduling.step_prices import StepPrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class Policies:
     queue: QueuePolicy
     victim: VictimPolicy
     capacity: CapacityPolicy
+    prices: StepPrices  # learned from each step
     chunk: FixedChunk
     itl: ItlTarget
     elder: ElderRule
@@ -36,13 +38,15 @@ def policies_for(limits: SchedulerLimits) -> Policies:
     """The policies that the limits name."""
     name = limits.scheduling_policy
     deficit = DeficitLongestPrefix() if name == "dlpm" else None
+    prices = StepPrices()
     queues: dict[str, QueuePolicy] = {"wfq": FairQueue(), "lpm": LongestPrefix()}
     return Policies(
         order=ByClass(PriorityOrder() if name == "priority" else FirstComeFirstServed()),
         queue=deficit or queues.get(name, AsOrdered()),
         charge=deficit.charge if deficit else None,
         victim=VICTIMS[limits.preemption_victim](),
-        capacity=ADMISSIONS[limits.admission](),
+        capacity=ADMISSIONS[limits.admission](prices),
+        prices=prices,
         chunk=FixedChunk(limits.prefill_chunk),
         itl=ItlTarget(limits.itl_target),
         elder=ElderRule(limits.elder_age_steps),
@@ -265,7 +269,10 @@ def _computed(group: Group) -> int:
     return longest + sum(max(s.kv.num_computed - group.num_prompt_tokens, 0) for s in group.sequences[1:])
 
 
-ADMISSIONS: Mapping[AdmissionName, type[CapacityPolicy]] = {"expected": ByExpectedPeak, "prompt": ByPrompt}
+ADMISSIONS: Mapping[AdmissionName, Callable[[StepPrices], CapacityPolicy]] = {
+    "expected": ByExpectedPeak,
+    "prompt": lambda _: ByPrompt(),
+}
 VICTIMS: Mapping[VictimName, type[VictimPolicy]] = {
     "youngest": Youngest,
     "longest-running": LongestRunning,

@@ -30,7 +30,10 @@ from quire_engine.scheduling.policies import Policies, policies_for
 from quire_engine.scheduling.recorded_pool import RecordedPool
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.speculation import Speculate
+from quire_engine.scheduling.step_prices import AppliedStep
 from quire_engine.scheduling.step_results import StepResults
+
+_PREDICTED = 16  # of steps without prompts every so many are predicted, which takes longer than to learn from them
 
 
 class Scheduler:
@@ -62,7 +65,7 @@ class Scheduler:
         """
         config.check()
         limits, policies = config.limits, policies or policies_for(config.limits)
-        self._config, self._itl, self._capacity = config, policies.itl, policies.capacity
+        self._config, self._itl, self._prices = config, policies.itl, policies.prices
         self._kv, self._swapping = (
             allocator_with(config, host_keys, store, peers) if allocate is None else (allocate(config), None)
         )
@@ -98,7 +101,7 @@ class Scheduler:
             config, self._kv, self._roster, self._log, num_restored, check=self.check_invariants
         )
         self._step, self._applied_at = 0, 0.0
-        self._prefill_tokens = self._decode_tokens = 0  # of the last applied step
+        self._applied = AppliedStep()  # the last one
         self._scheduled_at: dict[int, float] = {}  # when each step in flight was planned
         self._deadlines = Deadlines()
         self.take_prefixes = self._kv.prefixes.take  # changes of cached prompt blocks, for a router
@@ -291,21 +294,22 @@ class Scheduler:
         outputs = self._results.apply(batch, result, now)
         if self._recorded is not None:
             self._recorded.applied(batch)
-        self._decode_tokens = batch.num_decodes
-        self._prefill_tokens = batch.num_prefills
         # A step that was planned ahead begins when the step before it ends.
         began = max(self._scheduled_at.pop(batch.step_id, now), self._applied_at)
         self._applied_at = now
         if self._log is not None:
             times = now - began, now
             self._log.results.append((batch.step_id, outputs.others, len(self._roster.sequences), result, times))
-        sizes = {"prompt_tokens": self._prefill_tokens, "num_decodes": batch.num_decodes}
+        sizes = {"prompt_tokens": batch.num_prefills, "num_decodes": batch.num_decodes}
+        is_predicted = sizes["prompt_tokens"] or batch.step_id % _PREDICTED == 0
+        predicted = self._prices.seconds_of(**sizes) if is_predicted else None
+        self._applied = AppliedStep(**sizes, num_rows=batch.num_tokens, seconds=now - began, predicted=predicted or 0.0)
         self._itl.learn(**sizes, seconds=now - began)
-        self._capacity.learn(**sizes, seconds=now - began)
+        self._prices.learn(**sizes, seconds=now - began)
         self.kept.learn(**sizes, seconds=now - began)
         if self._swapping is not None:
             self._swapping.learn(**sizes, seconds=now - began)
-        if self._speculation is not None and not self._prefill_tokens:
+        if self._speculation is not None and not sizes["prompt_tokens"]:
             self._speculation.learn(batch.num_tokens, batch.num_decodes, now - began)
         return outputs
 
@@ -331,8 +335,8 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Gauges of this moment and counters since the start. The caller adds the step's times."""
-        tokens = {"prefill": self._prefill_tokens, "decode": self._decode_tokens}
-        books = engine_stats(self._kv, self._roster, self._columns, self._planner, self._speculation, **tokens)
+        parts = self._kv, self._roster, self._columns, self._planner, self._speculation
+        books = engine_stats(*parts, last=self._applied)
         return self.kept.add_to(books if self._swapping is None else self._swapping.add_to(books))
 
     def check_invariants(self) -> None:
@@ -377,8 +381,11 @@ class Scheduler:
         if skipped is not None:
             self._step += len(skipped.ends)
             self._applied_at = skipped.ends[-1]
-            self._decode_tokens = len(skipped.request_ids)
-            self._prefill_tokens = skipped.prompt_tokens[-1] if skipped.prompt_tokens else 0
+            num_decodes = len(skipped.request_ids)
+            prompt_tokens = skipped.prompt_tokens[-1] if skipped.prompt_tokens else 0
+            self._applied = AppliedStep(
+                prompt_tokens=prompt_tokens, num_decodes=num_decodes, num_rows=prompt_tokens + num_decodes
+            )
         return skipped
 
     def _advance(self, batch: Batch) -> None:

@@ -6,10 +6,21 @@ Promises: equal steps give equal prices; a single slow step changes none that is
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 _ROW = 1 / 8  # of a step of one row, for each further row: assumed until two sizes of steps are known
 _FEWEST = 8  # prompt tokens of a step from which their time can be told from that of its decodes
 _NEWEST = 2  # steps of one size
+
+
+class AppliedStep(NamedTuple):
+    """The sizes and the times of a step whose results are applied."""
+
+    prompt_tokens: int = 0
+    num_decodes: int = 0
+    num_rows: int = 0  # tokens that it computed, the guessed ones among them
+    seconds: float = 0.0  # from its plan, or from the end of the step before it, to its results
+    predicted: float = 0.0  # seconds; 0: not known, or not predicted
 
 
 class StepPrices:
@@ -36,6 +47,14 @@ class StepPrices:
                 fixed, row = self._decode_line()
                 own = fixed + row * max(num_decodes, 1)
             self._prompts.append(max(seconds - own, 0.0) / prompt_tokens)
+
+    def seconds_of(self, *, prompt_tokens: int, num_decodes: int) -> float | None:
+        """Seconds that an undisturbed step of this size is expected to take; None: not known yet."""
+        if not (self._prompts if prompt_tokens else self._steps):
+            return None
+        fixed, row = self._decode_line() if self._steps else (0.0, 0.0)
+        of_prompt = prompt_tokens * min(self._prompts) if prompt_tokens else 0.0
+        return fixed + row * max(num_decodes, 1) + of_prompt
 
     def gain_for_loss(self, num_rows: int) -> float | None:
         """Tokens that a row beside `num_rows` others must gain to be worth one token that is computed again.

@@ -11,7 +11,10 @@ from quire_engine.contract.types import EngineStats, TenantStats
 
 _Record = TypeVar("_Record", EngineStats, TenantStats)
 # Of one step, not of an engine.
-_OF_A_STEP = ("prefill_tokens", "decode_tokens", "step_seconds", "host_seconds")
+OF_A_STEP = (
+    *("prefill_tokens", "decode_tokens", "step_rows"),
+    *("step_seconds", "host_seconds", "seen_seconds", "predicted_seconds"),
+)
 
 
 class StatsSum:
@@ -25,7 +28,7 @@ class StatsSum:
         """The sum after a step of the engine of this name; what belongs to a step is that step's."""
         self._latest[name] = stats
         parts = [*self._latest.values(), *self._ended.values()]
-        of_step = {field: getattr(stats, field) for field in _OF_A_STEP}
+        of_step = {field: getattr(stats, field) for field in OF_A_STEP}
         since = [each.kv_waiting_since for each in self._latest.values() if each.kv_waiting_since is not None]
         tenants = _tenants(each for part in parts for each in part.tenants)
         return _added(parts, kv_waiting_since=min(since, default=None), tenants=tenants, **of_step)

@@ -14,6 +14,7 @@ MOST_STEPS = 4096  # most steps kept for the history: more than an engine comput
 _SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _HOST_SECONDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 1.0)
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 
 class StepMetrics:
@@ -42,6 +43,24 @@ class StepMetrics:
             _TOKENS,
             alias="vllm:iteration_tokens_total",
         )
+        self._rows = values.histogram(
+            "quire_engine_step_rows",
+            "Rows that a step computed: prompt tokens, decodes and guessed tokens behind them, without padding.",
+            _TOKENS,
+        )
+        self._predicted = values.histogram(
+            "quire_engine_step_predicted_seconds",
+            "What the steps before it let expect of a step, as admission reckons, seconds: of every step with prompts,"
+            " and of each sixteenth without.",
+            _SECONDS,
+        )
+        self._errors = values.histograms(
+            "quire_engine_step_prediction_ratio",
+            "Of the same steps, by kind, with prompts (prompt) or without (decode): seconds that it took over those"
+            " predicted, from its plan or the end of the step before it to its results. 1 is exact.",
+            _RATIOS,
+            "kind",
+        )
         self.computed = values.counter(
             "quire_engine_computed_tokens",
             "Tokens run through the model, by kind; recomputation included.",
@@ -57,6 +76,11 @@ class StepMetrics:
         self._host_seconds.observe(stats.host_seconds)
         self._tokens.observe(stats.prefill_tokens + generated)
         self._request_tokens.observe(begun + generated)
+        self._rows.observe(stats.step_rows)
+        if stats.predicted_seconds:
+            self._predicted.observe(stats.predicted_seconds)
+            kind = "prompt" if stats.prefill_tokens else "decode"
+            self._errors.observe(stats.seen_seconds / stats.predicted_seconds, kind)
         self.computed.inc(stats.prefill_tokens, "prefill")
         self.computed.inc(stats.decode_tokens, "decode")
 

@@ -25,6 +25,7 @@ from quire_engine.scheduling.planner import Planner
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.speculation import Speculation
+from quire_engine.scheduling.step_prices import AppliedStep
 
 MOST_STEPS = 256  # in one answer, which is made between two steps while every stream waits
 MOST_EVENTS = 512  # in one view
@@ -280,12 +281,11 @@ def engine_stats(
     planner: Planner,
     speculation: Speculation | None,
     *,
-    prefill: int,
-    decode: int,
+    last: AppliedStep,
 ) -> EngineStats:
     """The statistics for operators: gauges of this moment, and counters since the start.
 
-    `prefill`, `decode`: tokens of the last step. The cost does not depend on the size of the pool.
+    `last`: the last step. The cost does not depend on the size of the pool.
     """
     waiting: dict[WaitReason, int] = dict.fromkeys(WAIT_REASONS, 0)
     for group in roster.waiting:
@@ -308,8 +308,11 @@ def engine_stats(
         blocks_saved=kv.num_saved,
         slots_allocated=used * kv.block_size,
         slots_unused=columns.num_unused_slots(roster.running) + num_unused_slots(others, kv.block_size),
-        prefill_tokens=prefill,
-        decode_tokens=decode,
+        prefill_tokens=last.prompt_tokens,
+        decode_tokens=last.num_decodes,
+        step_rows=last.num_rows,
+        seen_seconds=last.seconds,
+        predicted_seconds=last.predicted,
         total_preemptions=roster.total_preemptions,
         total_preemptions_by_mode={"recompute": roster.total_preemptions, "swap": 0},
         total_preemptions_by_cause=dict(roster.total_preemptions_by_cause),

@@ -17,6 +17,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import ConfigError, QuireError
@@ -31,6 +32,7 @@ from quire_server.engine.nodes.checks import wrong_in
 from quire_server.engine.nodes.frames import FROM_FRONT, FROM_NODE, NodeState
 from quire_server.engine.nodes.link import Link, UnfinishedFrames
 from quire_server.engine.nodes.sessions import STATS_SECONDS, PrefixLedger, Session, ahead_of
+from quire_server.engine.stats_sum import OF_A_STEP
 from quire_server.engine.supervisor import EngineState, Supervisor
 from quire_server.metrics.node_metrics import NodeMetrics
 
@@ -330,7 +332,8 @@ class Node:
 
 def _of_no_step(stats: EngineStats) -> EngineStats:
     """Return the statistics without what belongs to one step; the fronts whose step it was count that."""
-    return replace(stats, prefill_tokens=0, decode_tokens=0, step_seconds=0.0, host_seconds=0.0)
+    nothing: dict[str, Any] = dict.fromkeys(OF_A_STEP, 0)
+    return replace(stats, **nothing)
 
 
 def _bound(address: Address) -> socket.socket:

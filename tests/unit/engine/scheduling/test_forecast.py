@@ -13,6 +13,7 @@ from quire_engine.scheduling.blocks import NO_MATCH, PageTable, SequenceKV
 from quire_engine.scheduling.forecast import _MOST_KINDS, WORTH, ByExpectedPeak, Margin, OutputLengths
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.sequence import Group, Sequence
+from quire_engine.scheduling.step_prices import StepPrices
 from support.fake_executor import DEAR, Run, new_run, produced_alone, request
 
 NUM_CASES = 600  # of the exact peak; `make schedule-test` does many times as many
@@ -171,7 +172,7 @@ def fits(
     *,
     is_shared: bool = False,
 ) -> bool:
-    need, policy = one.blocks_for_known, policy or ByExpectedPeak()
+    need, policy = one.blocks_for_known, policy or ByExpectedPeak(StepPrices())
     assert need <= kv.num_available
     return policy.will_fit(one.group, need=need, kv=kv, running=running, step=1, is_shared=is_shared)
 
@@ -210,9 +211,10 @@ def test_a_preempted_entry_may_pay_before_the_pool_is_full() -> None:
 
 def test_beside_other_tenants_an_entry_is_to_gain_more() -> None:
     """Computing again takes no time here, and yet lengthens the steps of all."""
-    kv, policy = pool(64), ByExpectedPeak()
-    policy.learn(prompt_tokens=0, num_decodes=1, seconds=1.0)
-    policy.learn(prompt_tokens=64, num_decodes=0, seconds=1.0)
+    prices = StepPrices()
+    kv, policy = pool(64), ByExpectedPeak(prices)
+    prices.learn(prompt_tokens=0, num_decodes=1, seconds=1.0)
+    prices.learn(prompt_tokens=64, num_decodes=0, seconds=1.0)
     running = seated(kv, choice(1, 900, prompt=16, stop=()))
     for prompt, enters in ((8, True), (80, False)):
         late = choice(0, 900, prompt=prompt, stop=())
@@ -222,7 +224,7 @@ def test_beside_other_tenants_an_entry_is_to_gain_more() -> None:
 
 def test_after_preemptions_less_is_let_in() -> None:
     """Ten blocks each when the short one ends, and the other goes on to sixteen."""
-    kv, policy = pool(22), ByExpectedPeak()
+    kv, policy = pool(22), ByExpectedPeak(StepPrices())
     running = seated(kv, choice(1, 200, prompt=48, stop=()))
     short = choice(0, 100, prompt=48, stop=())
     assert short.group.footprint + running[0].footprint > kv.num_blocks

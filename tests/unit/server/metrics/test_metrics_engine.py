@@ -67,6 +67,21 @@ def test_a_message_without_a_step_counts_no_step():
     assert scrape("quire_engine_computed_tokens_total", kind="decode") == 3
 
 
+def test_predictions_of_steps_are_told_by_kind_where_there_were_some():
+    metrics = Metrics("tiny")
+    for prefill, seen, predicted in ((0, 0.03, 0.02), (0, 0.02, 0.0), (10, 0.03, 0.04)):
+        metrics.observe_step(
+            busy(prefill_tokens=prefill, step_rows=prefill + 5, seen_seconds=seen, predicted_seconds=predicted)
+        )
+    scrape = Scrape(metrics)
+    assert scrape("quire_engine_step_predicted_seconds_count") == 2
+    assert scrape("quire_engine_step_predicted_seconds_sum") == pytest.approx(0.06)
+    for kind, ratio in (("decode", 1.5), ("prompt", 0.75)):
+        assert scrape("quire_engine_step_prediction_ratio_count", kind=kind) == 1
+        assert scrape("quire_engine_step_prediction_ratio_sum", kind=kind) == pytest.approx(ratio)
+    assert (scrape("quire_engine_step_rows_count"), scrape("quire_engine_step_rows_sum")) == (3, 25)
+
+
 @pytest.mark.parametrize("told", [True, False], ids=["told", "noticed"])
 def test_totals_go_on_over_an_engine_restart(told: bool):
     metrics = Metrics("tiny")

@@ -46,7 +46,7 @@ def exported() -> dict[str, set[str]]:
     metrics.replica_rows = lambda: [REPLICA]
     metrics.replicas.decided("load")
     metrics.replicas.answered("0", 0.1, 0.2)
-    metrics.observe_step(busy(total_rank_seconds=(0.1, 0.2)))
+    metrics.observe_step(busy(total_rank_seconds=(0.1, 0.2), seen_seconds=0.02, predicted_seconds=0.02))
     metrics.gpu.reader = SeenGpu()
     names: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
