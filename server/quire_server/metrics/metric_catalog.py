@@ -393,6 +393,7 @@ class EngineMetrics:
         self._bytes_per_block = plan.bytes_per_block
         self._num_blocks = plan.scheduler.num_blocks
         self.pool.set(self._num_blocks)
+        self.ranks.begin(plan)
         self._reset()
 
     def resize(self, num_blocks: int) -> None:
@@ -495,6 +496,7 @@ class EngineMetrics:
         self._old_host_usage.set(stats.host_blocks_used / stats.host_blocks_total if stats.host_blocks_total else 0.0)
         looked_up = self.query_tokens.get()
         self._old_hit_rate.set(self.hit_tokens.get() / looked_up if looked_up else 0.0)
+        self.ranks.show(stats, self._num_blocks * self._bytes_per_block, self._bytes_per_block)
         self.slots_allocated.set(stats.slots_allocated)
         self.slots_unused.set(stats.slots_unused)
         self.efficiency.set(1.0 - stats.slots_unused / stats.slots_allocated if stats.slots_allocated else 1.0)
@@ -604,6 +606,29 @@ class RankMetrics:
             ("rank",),
             children=(),
         )
+        self._bytes = values.gauge(
+            "quire_kv_rank_bytes",
+            "Bytes of the KV pool by rank and its device: allocated at the start (reserved), in blocks that a sequence"
+            " holds (used), and in slots of those that hold a token (live). A rank has its part of every block; of"
+            " several engines the ranks of equal number together, divided as in the first one.",
+            ("rank", "device", "state"),
+        )
+        self._devices: list[str] = []  # by rank
+        self._block_size = 1
+
+    def begin(self, plan: EnginePlan) -> None:
+        """An engine with this plan has started."""
+        size = plan.tensor_parallel_size
+        self._devices = ["cpu" if plan.device == "cpu" else f"{plan.device}:{rank}" for rank in range(size)]
+        self._block_size = plan.scheduler.limits.block_size
+        self._bytes.values.clear()
+
+    def show(self, stats: EngineStats, reserved: int, bytes_per_block: int) -> None:
+        """Set the gauges of memory. `reserved`: bytes of the pool; `bytes_per_block`: of all ranks together."""
+        live = (stats.slots_allocated - stats.slots_unused) * bytes_per_block / self._block_size
+        for rank, device in enumerate(self._devices):
+            for state, total in (("reserved", reserved), ("used", stats.blocks_used * bytes_per_block), ("live", live)):
+                self._bytes.set(total / len(self._devices), str(rank), device, state)
 
     def observe(self, seconds: tuple[float, ...]) -> None:
         """`seconds`: of each rank, since the engine started."""

@@ -82,6 +82,26 @@ def test_predictions_of_steps_are_told_by_kind_where_there_were_some():
     assert (scrape("quire_engine_step_rows_count"), scrape("quire_engine_step_rows_sum")) == (3, 25)
 
 
+@pytest.mark.parametrize(
+    ("device", "ranks", "names"),
+    [("cpu", 1, ["cpu"]), ("cpu", 2, ["cpu", "cpu"]), ("cuda", 2, ["cuda:0", "cuda:1"])],
+    ids=["one process", "two on a CPU", "two GPUs"],
+)
+def test_the_pools_bytes_are_told_by_rank(device: str, ranks: int, names: list[str]):
+    metrics = Metrics("tiny")
+    metrics.observe_plan(replace(PLAN, device=device, tensor_parallel_size=ranks))
+    metrics.observe_step(busy())  # 16 of 64 blocks of 1 KiB, and a quarter of their slots is unused
+    scrape = Scrape(metrics)
+    shown = [labels for name, labels in scrape.samples if name == "quire_kv_rank_bytes"]
+    assert len(shown) == 3 * ranks
+    for rank, name in enumerate(names):
+        sizes = {
+            state: scrape("quire_kv_rank_bytes", rank=str(rank), device=name, state=state)
+            for state in ("reserved", "used", "live")
+        }
+        assert sizes == {"reserved": 65536 / ranks, "used": 16384 / ranks, "live": 12288 / ranks}
+
+
 @pytest.mark.parametrize("told", [True, False], ids=["told", "noticed"])
 def test_totals_go_on_over_an_engine_restart(told: bool):
     metrics = Metrics("tiny")
