@@ -280,6 +280,10 @@ class TenantStats:
 PinEvent = Literal["pinned", "refused", "expired", "evicted"]
 
 
+FREE_RUN_BOUNDS = tuple([1 << power for power in range(21)])  # blocks
+UNUSED_SLOT_BOUNDS = (0, *(1 << power for power in range(9)))  # token slots
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot after a step. Gauges are the state of this moment; `total_*` count since the engine started."""
@@ -305,6 +309,10 @@ class EngineStats:
     seen_seconds: float = 0.0  # this step, from its plan, or from the end of the step before it, to its results
     predicted_seconds: float = 0.0  # of those, by the steps before it; 0: not known, or not predicted
     total_busy_seconds: float = 0.0  # in steps, whole, with the sending of their outputs
+    total_free_runs: tuple[int, ...] = ()  # of samples: runs of blocks that no sequence holds, by `FREE_RUN_BOUNDS`
+    total_free_run_blocks: int = 0  # in those runs
+    total_unused_slots: tuple[int, ...] = ()  # of the same samples: sequences, by `UNUSED_SLOT_BOUNDS`
+    total_unused_slots_sum: int = 0  # token slots without a token in their blocks
     total_preemptions: int = 0
     total_prefix_query_tokens: int = 0
     total_prefix_hit_tokens: int = 0

@@ -5,7 +5,11 @@ Take, share, release and revive are O(1) with one owner; see `CacheShares` for s
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+import numpy.typing as npt
 
 from quire_engine.contract.invariants import InvariantViolation, require, require_same
 from quire_engine.scheduling.cache_shares import CacheShares, Owner, PinnedBlocks
@@ -23,7 +27,7 @@ class BlockPool:
         self.num_saved = 0  # references beyond each block's first: the blocks that sharing saves
         self.shares: CacheShares[int] = CacheShares(num_blocks)
         self.pins = PinnedBlocks(self.shares, num_blocks)
-        self._refs: list[int] = [0] * num_blocks
+        self._refs = array("i", [0]) * num_blocks  # no list, so that numpy reads it in place
         self._owner_of: list[Owner[int] | None] = [None] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # the next to be taken last
 
@@ -34,6 +38,13 @@ class BlockPool:
     def references(self) -> dict[int, int]:
         """`refs` of every block that is in a page table."""
         return {block: refs for block, refs in enumerate(self._refs) if refs}
+
+    def free_runs(self) -> npt.NDArray[np.int64]:
+        """The lengths of all runs of neighbouring blocks without a reference; O(num_blocks)."""
+        used = np.ones(self.num_blocks + 2, dtype=np.bool_)  # with a neighbour before the first and after the last
+        np.not_equal(np.frombuffer(self._refs, dtype=np.intc), 0, out=used[1:-1])
+        edges = np.flatnonzero(used[1:] != used[:-1])  # where a run begins, and where it ends, in turn
+        return edges[1::2] - edges[::2]
 
     def owner(self, block: int) -> Owner[int] | None:
         """The owner of the block's content; None for a free block."""

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
+import numpy as np
+import numpy.typing as npt
+
 from quire_engine.contract.block_hashes import short_name
 from quire_engine.contract.block_record import HeldBlock
 from quire_engine.contract.invariants import require, require_same
@@ -66,6 +69,10 @@ class CachedBlocks:
     def num_shared(self) -> int:
         """Blocks that two or more tables hold."""
         return self._pool.num_shared
+
+    def free_runs(self) -> npt.NDArray[np.int64]:
+        """The lengths of all runs of neighbouring blocks that no sequence holds; O(num_blocks)."""
+        return self._pool.free_runs()
 
     @property
     def num_saved(self) -> int:

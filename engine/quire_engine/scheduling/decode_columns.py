@@ -292,8 +292,12 @@ class DecodeColumns:
         """Token slots in the rows' blocks that hold no token."""
         if not self._place_of:  # as with few streams, where the time of numpy's calls shows
             return 0
+        return int(self.unused_slots(running).sum())
+
+    def unused_slots(self, running: list[Group]) -> Column:
+        """The same of each row."""
         places = self.layout(running).places
-        return int((self._slots[places] - self.positions[places]).sum())
+        return self._slots[places] - self.positions[places]
 
     def check(self, running: list[Group]) -> None:
         """Raise InvariantViolation unless every row is that of a running sequence and has its tables and blocks."""

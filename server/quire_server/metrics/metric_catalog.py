@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import version
+from itertools import zip_longest
 from typing import Literal, get_args
 
 from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.drafts import MOST_DRAFTS
 from quire_engine.contract.types import (
+    FREE_RUN_BOUNDS,
     NO_DRAFT_CAUSES,
     PREEMPTION_CAUSES,
     TRANSFER_EVENTS,
+    UNUSED_SLOT_BOUNDS,
     WAIT_REASONS,
     EngineStats,
     PinEvent,
 )
-from quire_server.metrics.metric_values import Counter, Values
+from quire_server.metrics.metric_values import Counter, Histogram, Values
 from quire_server.metrics.prefill_cost import PrefillCost
 from quire_server.metrics.samples import Window
 from quire_server.metrics.step_metrics import StepMetrics
@@ -277,11 +280,12 @@ class EngineMetrics:
             ("state",),
             children=[("used",), ("cached",), ("free",)],
         )
-        self.kept, self.transfers, self.ranks, self.pins = (
+        self.kept, self.transfers, self.ranks, self.pins, self.fragments = (
             KeptMetrics(values),
             TransferMetrics(values),
             RankMetrics(values),
             PinMetrics(values),
+            FragmentMetrics(values),
         )
         self.query_tokens = values.counter(
             "quire_prefix_cache_query_tokens",
@@ -443,6 +447,7 @@ class EngineMetrics:
             if value != total.last:
                 total.advance(value)
         self.ranks.observe(stats.total_rank_seconds)
+        self.fragments.observe(stats)
         if stats.total_prefill_tokens_saved != self._saved.last:
             num_saved = self._saved.advance(stats.total_prefill_tokens_saved)
             self.saved_seconds.inc(num_saved * self._prefill_cost.seconds_per_token)
@@ -508,6 +513,7 @@ class EngineMetrics:
         self.restarts.inc()
         for total in (*self._totals, *self.ranks.totals, self._saved):
             total.last = 0
+        self.fragments.restarted()
         self._reset()
 
     def _reset(self) -> None:
@@ -637,6 +643,55 @@ class RankMetrics:
                 self.totals.append(_Total(self._seconds, str(rank)))
             if total != self.totals[rank].last:
                 self.totals[rank].advance(total)
+
+
+class FragmentMetrics:
+    """Samples of the pool's fragmentation, which the engine takes."""
+
+    def __init__(self, values: Values) -> None:
+        self._runs = _Samples(
+            values.histogram(
+                "quire_kv_free_run_blocks",
+                "Lengths of the runs of neighbouring KV blocks that no sequence holds, in samples that the engine takes"
+                " while it computes, once a second. Any free block serves, so short runs cost nothing.",
+                FREE_RUN_BOUNDS,
+            )
+        )
+        self._unused = _Samples(
+            values.histogram(
+                "quire_kv_sequence_unused_slots",
+                "Token slots that hold no token in the blocks of a running sequence, in the same samples: internal"
+                " fragmentation, usually below the size of a block.",
+                UNUSED_SLOT_BOUNDS,
+            )
+        )
+
+    def observe(self, stats: EngineStats) -> None:
+        """Take in the engine's totals."""
+        self._runs.advance(stats.total_free_runs, stats.total_free_run_blocks)
+        self._unused.advance(stats.total_unused_slots, stats.total_unused_slots_sum)
+
+    def restarted(self) -> None:
+        """The engine was replaced: its totals begin at 0 again."""
+        self._runs.last, self._unused.last = ((), 0), ((), 0)
+
+
+class _Samples:
+    """Follows the counts and the sum of a histogram that the engine fills, which fall back to 0 when it is replaced."""
+
+    def __init__(self, histogram: Histogram) -> None:
+        self._histogram = histogram
+        self.last: tuple[tuple[int, ...], int] = (), 0
+
+    def advance(self, counts: tuple[int, ...], total: int) -> None:
+        """Take in the counts and the sum of the sizes."""
+        if not counts or (counts, total) == self.last:
+            return
+        before, before_total = self.last if sum(counts) >= sum(self.last[0]) else ((), 0)
+        for place, (count, old) in enumerate(zip_longest(counts, before, fillvalue=0)):
+            self._histogram.counts[place] += count - old
+        self._histogram.sum += total - before_total
+        self.last = counts, total
 
 
 class _Total:

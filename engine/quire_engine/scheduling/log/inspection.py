@@ -17,6 +17,7 @@ from quire_engine.contract.limits import SchedulerConfig
 from quire_engine.contract.types import WAIT_REASONS, EngineStats, WaitReason
 from quire_engine.scheduling.cached_blocks import CachedBlocks
 from quire_engine.scheduling.decode_columns import DecodeColumns
+from quire_engine.scheduling.log.fragmentation import unused_slots
 from quire_engine.scheduling.log.pool_view import pool_view
 from quire_engine.scheduling.log.step_log import Event, Step, StepLog
 from quire_engine.scheduling.log.step_records import FORMAT, RequestEvent, StepRecord
@@ -126,7 +127,7 @@ class Inspection:
         kv = self._kv
         held = self._held()
         used, size = kv.num_used, kv.block_size
-        unused = num_unused_slots([s for group in self._roster.running for s in group.sequences], size)
+        unused = sum(unused_slots([s for group in self._roster.running for s in group.sequences], size))
         shared = sum(1 for holders in held.values() if holders > 1)
         return {
             "block_size": size,
@@ -146,7 +147,7 @@ class Inspection:
                 "slots": used * size,
                 "slack": unused,
                 "slack_ratio": unused / (used * size) if used else 0.0,
-                "largest_free_run": _longest_run(set(range(kv.num_blocks)) - held.keys()),
+                "largest_free_run": int(max(kv.free_runs(), default=0)),
                 "note": "A sequence's blocks need not be neighbours: any free block serves, so the largest run of free"
                 " ones limits nothing. What paging can waste is the slack: at most one block less a token for each"
                 " sequence.",
@@ -264,16 +265,6 @@ def _table(sequence: Sequence, pos: object) -> dict[str, object]:
     return answer
 
 
-def _longest_run(blocks: set[int]) -> int:
-    """The length of the longest run of consecutive block ids."""
-    longest = run = 0
-    before = -2
-    for block in sorted(blocks):
-        run = run + 1 if block == before + 1 else 1
-        longest, before = max(longest, run), block
-    return longest
-
-
 def engine_stats(
     kv: CachedBlocks,
     roster: Roster,
@@ -282,10 +273,11 @@ def engine_stats(
     speculation: Speculation | None,
     *,
     last: AppliedStep,
+    samples: Mapping[str, Any],
 ) -> EngineStats:
     """The statistics for operators: gauges of this moment, and counters since the start.
 
-    `last`: the last step. The cost does not depend on the size of the pool.
+    `last`: the last step; `samples`: fields of what is sampled. The cost does not depend on the size of the pool.
     """
     waiting: dict[WaitReason, int] = dict.fromkeys(WAIT_REASONS, 0)
     for group in roster.waiting:
@@ -307,12 +299,13 @@ def engine_stats(
         blocks_unshared=used - kv.num_shared,
         blocks_saved=kv.num_saved,
         slots_allocated=used * kv.block_size,
-        slots_unused=columns.num_unused_slots(roster.running) + num_unused_slots(others, kv.block_size),
+        slots_unused=columns.num_unused_slots(roster.running) + sum(unused_slots(others, kv.block_size)),
         prefill_tokens=last.prompt_tokens,
         decode_tokens=last.num_decodes,
         step_rows=last.num_rows,
         seen_seconds=last.seconds,
         predicted_seconds=last.predicted,
+        **samples,
         total_preemptions=roster.total_preemptions,
         total_preemptions_by_mode={"recompute": roster.total_preemptions, "swap": 0},
         total_preemptions_by_cause=dict(roster.total_preemptions_by_cause),
@@ -338,18 +331,3 @@ def engine_stats(
 
 def _adapter_names(groups: Iterable[Group]) -> frozenset[str]:
     return frozenset([group.request.adapter.name for group in groups if group.request.adapter is not None])
-
-
-def num_unused_slots(sequences: Iterable[Sequence], block_size: int) -> int:
-    """Token slots in the sequences' blocks that hold no token; a shared block counts once."""
-    unused, shared = 0, set[int]()
-    for sequence in sequences:
-        for table in sequence.kv.tables:
-            spare = table.num_slots - sequence.kv.num_computed
-            if sequence.kv.shares_tail and spare:
-                tail = table.block_ids[sequence.kv.num_computed // block_size]
-                if tail in shared:
-                    spare -= block_size - sequence.kv.num_computed % block_size
-                shared.add(tail)
-            unused += spare
-    return unused

@@ -7,7 +7,7 @@ import pytest
 from quire_engine.contract.invariants import InvariantViolation
 from quire_engine.scheduling.blocks import NO_MATCH, PageTable, SequenceKV
 from quire_engine.scheduling.kv_allocator import KVAllocator
-from quire_engine.scheduling.log.inspection import num_unused_slots
+from quire_engine.scheduling.log.fragmentation import unused_slots
 from quire_engine.scheduling.sequence import Group, Sequence
 from support.fake_executor import request
 
@@ -127,7 +127,7 @@ def test_fork_shares_everything_and_the_last_owner_writes_in_place() -> None:
         kv.fork(parent, child, 6)
     family = [parent, *children]
     assert kv.num_available == 6
-    assert num_unused_slots(family, kv.block_size) == 2
+    assert sum(unused_slots(family, kv.block_size)) == 2
     tail = parent.kv.table.block_ids[1]
     costs, copies = [], []
     for one in family:

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from quire_engine.contract.types import NO_DRAFT_CAUSES, PREEMPTION_CAUSES, EngineStats
+from quire_engine.contract.types import (
+    FREE_RUN_BOUNDS,
+    NO_DRAFT_CAUSES,
+    PREEMPTION_CAUSES,
+    UNUSED_SLOT_BOUNDS,
+    EngineStats,
+)
 from quire_server.metrics.metrics import Metrics
 from support.exposition import PLAN, Scrape, busy
 
@@ -100,6 +106,32 @@ def test_the_pools_bytes_are_told_by_rank(device: str, ranks: int, names: list[s
             for state in ("reserved", "used", "live")
         }
         assert sizes == {"reserved": 65536 / ranks, "used": 16384 / ranks, "live": 12288 / ranks}
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "noticed"])
+def test_samples_of_fragmentation_go_on_over_an_engine_restart(told: bool):
+    metrics = Metrics("tiny")
+    runs, slots = len(FREE_RUN_BOUNDS) + 1, len(UNUSED_SLOT_BOUNDS) + 1
+
+    def observe(ones: int, fours: int, full: int) -> None:
+        metrics.observe_step(
+            busy(
+                total_free_runs=(ones, 0, fours, *(0,) * (runs - 3)),
+                total_free_run_blocks=ones + 4 * fours,
+                total_unused_slots=(full, *(0,) * (slots - 1)),
+            )
+        )
+
+    observe(2, 1, 5)
+    observe(5, 1, 5)
+    metrics.observe_step(busy())  # tells nothing of it
+    if told:
+        metrics.engine_restarted()
+    observe(1, 1, 2)
+    scrape = Scrape(metrics)
+    assert [scrape("quire_kv_free_run_blocks_bucket", le=le) for le in ("1.0", "2.0", "4.0", "+Inf")] == [6, 6, 8, 8]
+    assert scrape("quire_kv_free_run_blocks_sum") == 14
+    assert scrape("quire_kv_sequence_unused_slots_bucket", le="0.0") == 7
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "noticed"])
