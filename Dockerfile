@@ -40,6 +40,7 @@ COPY server server
 COPY engine engine
 COPY kernels kernels
 COPY benchmarks/quire_bench benchmarks/quire_bench
+COPY lab lab
 # PyPI's torch carries gigabytes of CUDA; a CPU needs none of them. The last line is there to notice if they come.
 ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 ARG PIP_ARGS=""

@@ -18,6 +18,7 @@ COPY server server
 COPY engine engine
 COPY kernels kernels
 COPY benchmarks/quire_bench benchmarks/quire_bench
+COPY lab lab
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     /opt/tools/bin/python release/locked.py install build release \
     && /opt/tools/bin/python release/wheels.py wheel --out /dist

@@ -16,8 +16,8 @@ from typing import NoReturn, TypeVar
 from quire_bench.baselines import BASELINES
 from quire_bench.llama_bench import is_program
 from quire_bench.servers import BenchError, Peer
+from quire_bench.traces import TraceError, read_trace
 from quire_bench.workload import OPEN_LOOP_SECONDS, LoadPoint, Mode, Span, Workload
-from quire_engine.simulation.traces import TraceError, read_trace
 
 _EPILOG = f"""\
 Without --url, `quire serve` is started on a free port with the flags after --, and stopped at the end.

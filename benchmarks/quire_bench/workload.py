@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Literal
 
-from quire_engine.simulation.traces import TraceRow
+from quire_bench.traces import TraceRow
 
 Mode = Literal["concurrency", "rate", "trace"]
 

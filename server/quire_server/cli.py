@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 else:
     Protocol = object
 
-# Name: (module, what it does). `quire bench` is a client of servers: nothing here depends on its package.
+# Name: (module, what it does). The packages on top, quire_bench and quire_lab, are named in this table and nowhere else
+# below them: where one is missing, all other commands work.
 COMMANDS = {
     "serve": ("quire_server.commands.serve", "serve a model over the OpenAI HTTP API"),
     "chat": ("quire_server.commands.chat", "talk to a running server in the terminal"),
@@ -29,21 +30,21 @@ COMMANDS = {
     "bench": ("quire_bench.command", "put load on servers and say how fast they are"),
     "exercises": ("quire_bench.mine.command", "exercises by a live server, or for your own scheduler or block pool"),
     "eval-quant": ("quire_server.commands.eval_quant", "measure what int8 and int4 cost a model"),
-    "calibrate": ("quire_server.commands.calibrate", "measure what steps take on this machine, for simulate and plan"),
-    "plan": ("quire_server.commands.plan", "find settings for a load, and the memory of a KV cache"),
-    "replay": ("quire_server.commands.replay", "plan a recorded log again, as it was or with other settings"),
-    "simulate": ("quire_server.commands.simulate", "run a load through the scheduler without a machine"),
+    "calibrate": ("quire_lab.commands.calibrate", "measure what steps take on this machine, for simulate and plan"),
+    "plan": ("quire_lab.commands.plan", "find settings for a load, and the memory of a KV cache"),
+    "replay": ("quire_lab.commands.replay", "plan a recorded log again, as it was or with other settings"),
+    "simulate": ("quire_lab.commands.simulate", "run a load through the scheduler without a machine"),
     "verify": ("quire_server.commands.verify", "check that this machine computes what it should"),
-    "doctor": ("quire_server.commands.doctor", "name the cause of a running server's bad latencies"),
+    "doctor": ("quire_lab.commands.doctor", "name the cause of a running server's bad latencies"),
     "build-kernels": ("quire_server.commands.build_kernels", "compile the CPU kernels now, not at the first start"),
     "pack": ("quire_server.commands.pack", "pack a model's weights now, not at the first start"),
-    "trace": ("quire_server.commands.trace", "tell what a running server's scheduler does, step by step, and why"),
+    "trace": ("quire_lab.commands.trace", "tell what a running server's scheduler does, step by step, and why"),
     "config": ("quire_server.commands.config", "check settings without a start, or translate those of another server"),
     "completion": ("quire_server.commands.completion", "print what completes these words in bash, zsh or fish"),
     "health": ("quire_server.commands.health", "ask the server that runs here whether it takes requests"),
     "version": ("quire_server.commands.version", "print the version"),
 }
-BAD_USAGE = 2
+FAILED, BAD_USAGE = 1, 2
 INTERRUPTED = 130  # as shells report a program that SIGINT has ended
 
 
@@ -106,6 +107,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"quire: {error}", file=sys.stderr)
         return BAD_USAGE
     try:
+        return _run(name, rest)
+    except KeyboardInterrupt:
+        print(f"quire {name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of stdout, such as `head`, has closed the pipe
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for the interpreter's flush at its end
+        return 0
+
+
+def _run(name: str, argv: Sequence[str]) -> int:
+    try:
         command: Command = import_module(COMMANDS[name][0])
         if name not in {
             "serve",
@@ -113,13 +125,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             "run-batch",
         }:  # whose own handlers come with its event loop, before it starts any process
             _raise_again()
-        return command.run(rest)
-    except KeyboardInterrupt:
-        print(f"quire {name}: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:  # the reader of stdout, such as `head`, has closed the pipe
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for the interpreter's flush at its end
-        return 0
+        return command.run(argv)
+    except ModuleNotFoundError as error:
+        if error.name not in {module.partition(".")[0] for module, _ in COMMANDS.values()}:
+            raise
+        advice = "install Quire again, in a checkout by `pip install --no-deps -e .`"
+        print(f"quire {name}: its package {error.name} is not installed: {advice}", file=sys.stderr)
+        return FAILED
 
 
 _LIST = "models are files and folders that `quire serve` is given; GET /v1/models tells those of a server"

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from quire_engine.simulation.slo import parse_slo
-from quire_server.commands.diagnosis.causes import diagnose
-from quire_server.commands.diagnosis.scrapes import Window, read_scrape
+from quire_lab.commands.diagnosis.causes import diagnose
+from quire_lab.commands.diagnosis.scrapes import Window, read_scrape
+from quire_lab.simulation.slo import parse_slo
 from support.fake_engine import FakeEngine
 from support.fakes import listening, make_app, make_state
 

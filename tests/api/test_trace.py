@@ -12,7 +12,7 @@ from quire_engine.contract.types import PREEMPTION_CAUSES
 from quire_engine.engine import Engine
 from quire_engine.process.loop import inspected
 from quire_engine.process.transport import Inspect
-from quire_server.commands import trace
+from quire_lab.commands import trace
 from support.fake_executor import Run, new_run, request
 from support.fakes import listening, make_app, make_state
 

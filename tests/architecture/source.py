@@ -18,6 +18,7 @@ PACKAGES = {
     "quire_engine": ROOT / "engine",
     "quire_kernels": ROOT / "kernels",
     "quire_bench": ROOT / "benchmarks",
+    "quire_lab": ROOT / "lab",
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from architecture.source import modules, tree, within
 
-PACKAGES = ("quire", "quire_server", "quire_engine", "quire_kernels", "quire_bench")
+PACKAGES = ("quire", "quire_server", "quire_engine", "quire_kernels", "quire_bench", "quire_lab")
 # No docstring begins with a preposition, a pronoun, a conjunction or a relative clause: what it belongs to is missing.
 FIRST_WORDS = re.compile(
     r"(Of|As|By|For|With|Without|In|On|To|From|At|Into|Under|Over|Through|Between|Within|Among|Upon|Around|Behind"

@@ -11,7 +11,7 @@ import pytest
 
 from architecture.source import modules, of, tree
 
-PACKAGES = ("quire", "quire_server", "quire_engine", "quire_kernels", "quire_bench")
+PACKAGES = ("quire", "quire_server", "quire_engine", "quire_kernels", "quire_bench", "quire_lab")
 # Whole modules: importing one is enough.
 MODULES = frozenset(
     {
@@ -38,7 +38,13 @@ FLAGS = frozenset({"shell", "trust_remote_code", "allow_pickle"})
 # asserted is what a type checker cannot see, and not even that where requests, files and keys are looked at.
 GUARDS = (
     *("quire_server.http", "quire_server.settings", "quire_server.checkpoint", "quire_server.routes"),
-    *("quire_server.text", "quire_server.engine", "quire_server.commands", "quire_engine.process"),
+    *(
+        "quire_server.text",
+        "quire_server.engine",
+        "quire_server.commands",
+        "quire_lab.commands",
+        "quire_engine.process",
+    ),
     *("quire_engine.execution.models", "quire_kernels.cpu"),
 )
 
@@ -196,7 +202,7 @@ READS_FILES = {
     "quire_server.programs.batch_launch": "a command's own files",
     "quire_server.checkpoint.trained": "its own new file",
 }
-COMMANDS = ("quire_server.commands", "quire_engine.simulation", "quire_engine.tools")  # run by whom the files belong to
+COMMANDS = ("quire_server.commands", "quire_engine.tools")  # run by whom the files belong to
 
 
 def read_files(source: ast.Module) -> Iterator[int]:

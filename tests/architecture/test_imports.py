@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 
-from architecture.source import PACKAGES, imports, is_folder, modules, of, reachable, tree, within
+from architecture.source import PACKAGES, imports, is_folder, modules, of, reachable, text, tree, within
 
 # Third-party packages and the folders, or the one file, in which they may be imported.
 ONLY_IN = {
@@ -16,7 +16,7 @@ ONLY_IN = {
     "uvloop": ("quire_server.http",),
     "httptools": ("quire_bench",),
     "huggingface_hub": ("quire_server.checkpoint.hub",),
-    "rich": ("quire_bench", "quire_server.commands", "quire_server.showing", "quire.progress"),
+    "rich": ("quire_bench", "quire_lab", "quire_server.commands", "quire_server.showing", "quire.progress"),
     "shtab": ("quire_server.commands.completion",),
     "matplotlib": ("quire_bench",),
     "anyio": ("quire_server",),
@@ -29,12 +29,12 @@ ONLY_IN = {
     "transformers": ("quire_engine.tools", "quire_engine.execution.models.fallback"),
     "jinja2": ("quire_server.text",),
     **dict.fromkeys(("markdown_it", "nh3", "pygments"), ("quire_server.text.markdown_worker",)),
-    "msgspec": ("quire_server", "quire_bench", "quire_engine.process"),
+    "msgspec": ("quire_server", "quire_bench", "quire_lab", "quire_engine.process"),
     "torch": (
         *("quire_engine.execution", "quire_engine.tools", "quire_engine.build", "quire_engine.build_rank"),
         *("quire_engine.links.kv_lending", "quire_engine.links.kv_transfer"),
         *("quire_engine.links.memory_agents", "quire_engine.links.memory_link"),
-        "quire_kernels",
+        *("quire_kernels", "quire_lab.tools"),
     ),
     "safetensors": ("quire_engine.execution",),
     "triton": ("quire_kernels",),
@@ -62,11 +62,10 @@ FOLDERS = {
     "quire_engine.contract": set(),
     "quire_engine.scheduling": {"contract"},
     "quire_engine.routing": {"contract", "cost_model"},
-    "quire_engine.simulation": {"contract", "scheduling", "routing", "cost_model", "gguf", "ranks"},
     "quire_engine.execution": {"*", "contract"},
     "quire_engine.links": {"contract", "execution.kv.pool_rows", "own_pauses", "plain_files"},
     "quire_engine.process": {"*", "contract"},
-    "quire_engine.tools": {"*", "contract", "execution", "demo", "simulation"},
+    "quire_engine.tools": {"*", "contract", "execution", "demo"},
     "quire_engine.demo": set(),
     "quire_server.dialects": {"errors", "state", "answering", "text", "http", "engine", "metrics"},
     "quire_server.batches": {"background"},
@@ -111,20 +110,26 @@ FOLDERS = {
     "quire_bench.facts": {"servers"},
     "quire_bench.exercises": {"facts", "servers", "own_server"},
     "quire_bench.mine": {"exercises", "peer_rate", "servers", "workload"},
-    "quire_bench.studies": set(),
+    "quire_bench.studies": {"traces"},
+    "quire_lab.simulation": set(),
+    "quire_lab.tools": {"simulation"},
+    "quire_lab.commands": {"simulation"},
     "quire_kernels.reference": {"*"},
     "quire_kernels.cpu": {"*", "reference"},
     "quire_kernels.flash": {"*", "reference"},
     "quire_kernels.triton": {"*", "reference", "flash"},
     "quire_kernels.verify": {"*", "reference"},
 }
-SIMULATES = ("quire_server.commands", "quire_bench")  # commands that answer what would happen if
-ROUTES = (
-    "quire_server.engine",
-    "quire_server.settings",
-    "quire_server.commands",
-    "quire_bench",
-)  # over replicas, real or simulated
+ROUTES = ("quire_server.engine", "quire_server.settings")  # over replicas
+# What the laboratory may import of the other packages: their public faces, never what serves.
+LAB_IMPORTS = (
+    *("quire_bench", "quire_engine.contract", "quire_engine.scheduling", "quire_engine.routing", "quire_engine.tools"),
+    *("quire_engine.build", "quire_engine.engine", "quire_engine.demo", "quire_engine.cost_model", "quire_engine.gguf"),
+    *("quire_engine.memory_plan", "quire_engine.ranks", "quire_engine.own_modules"),
+    *("quire_server.checkpoint", "quire_server.showing", "quire_server.settings", "quire_server.flags"),
+    *("quire_server.engine.json_child", "quire_server.http.event_loop", "quire_server.commands.health"),
+)
+LAB_IS_NAMED = {"quire_server.cli"}  # in its table of commands, and nowhere else
 # The files whose ids, counts and hashes only the two halves of the allocator touch.
 BLOCKS = ("quire_engine.scheduling.block_pool", "quire_engine.scheduling.prefix_cache")
 ALLOCATOR = ("quire_engine.scheduling.cached_blocks", "quire_engine.scheduling.kv_allocator")
@@ -161,8 +166,25 @@ def test_packages_point_one_way():
         assert not any(within(name, ("quire_bench", "quire")) for name in imports(module)), module
     for module in of("quire"):
         assert not any(within(name, ("quire_kernels", "quire_bench")) for name in imports(module)), module
-    for module in [*of("quire_kernels"), *of("quire_engine"), *of("quire_bench")]:
+    for module in [*of("quire_kernels"), *of("quire_engine"), *of("quire_bench"), *of("quire_lab")]:
         assert not any(within(name, ("quire",)) for name in imports(module)), module
+
+
+def test_nobody_imports_the_laboratory():
+    """Not even by its name as a string, except for the table of commands: without its folder the others go on."""
+    outside = [module for module in modules() if not within(module, ("quire_lab", "quire_bench"))]
+    assert {module for module in outside if "quire_lab" in text(module)} == LAB_IS_NAMED
+    assert not any(within(name, ("quire_lab",)) for module in outside for name in imports(module))
+
+
+def test_the_laboratory_sees_public_faces():
+    foreign = {
+        f"{module} imports {name}"
+        for module in of("quire_lab")
+        for name in imports(module)
+        if within(name, tuple(PACKAGES)) and not within(name, ("quire_lab", *LAB_IMPORTS))
+    }
+    assert not foreign
 
 
 def test_third_party_packages_stay_where_they_belong():
@@ -231,7 +253,7 @@ def test_block_ids_go_through_the_allocator():
 
 
 def test_the_server_sees_the_engines_contract_only():
-    """The contract, the files at the top of the package, proofs of identity, frames for the supervisor; simulations.
+    """The contract, the files at the top of the package, proofs of identity, frames for the supervisor.
 
     And the routing module, which a front serves with.
     """
@@ -241,8 +263,6 @@ def test_the_server_sees_the_engines_contract_only():
                 assert within(module, ("quire_server.engine", "quire_server.api_servers")), (
                     f"{module} speaks the engine's frames"
                 )
-            elif within(name, ("quire_engine.simulation",)):
-                assert within(module, SIMULATES), f"{module} simulates"
             elif within(name, ("quire_engine.routing",)):
                 assert within(module, ROUTES), f"{module} routes"
             elif within(name, ("quire_engine.links.handshake", "quire_engine.links.link_security")):

@@ -23,7 +23,8 @@ from support.documents import FOR_USERS, ROOT, text
 
 pytestmark = pytest.mark.e2e
 
-OURS = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("server", "engine", "kernels"))}
+PARTS = ("server", "engine", "kernels", "benchmarks", "lab")
+OURS = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in PARTS)}
 SHOWN_URL = "http://127.0.0.1:8000"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Different in every run; of examples that show them only their names count.
@@ -230,11 +231,12 @@ def test_command_lines_are_understood(example: Example) -> None:
     else:
         from importlib import import_module
 
+        from quire_server.cli import COMMANDS as MODULES
         from quire_server.flags import parse_flags
 
         own, served = words[1:], []
         if "--" in own:
             own, served = own[: own.index("--")], own[own.index("--") + 1 :]
-        module = import_module(f"quire_server.commands.{words[0].replace('-', '_')}")
+        module = import_module(MODULES[words[0]][0])
         module.build_parser().parse_args(own)
         parse_flags(served)

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from quire_bench.traces import TraceRow
 from quire_engine.contract.config import EngineConfig
 from quire_engine.contract.errors import ConfigError
 from quire_engine.contract.limits import SchedulerLimits
 from quire_engine.cost_model import read_cost
 from quire_engine.demo import demo_model_path
-from quire_engine.simulation.setup import setup
-from quire_engine.simulation.simulator import simulate
-from quire_engine.simulation.traces import TraceRow
-from quire_engine.tools.calibrate import calibrate
-from quire_server.commands import calibrate as command
+from quire_lab.commands import calibrate as command
+from quire_lab.simulation.setup import setup
+from quire_lab.simulation.simulator import simulate
+from quire_lab.tools.calibrate import calibrate
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,10 @@ def run(
     fit_error = {**dict.fromkeys(("decode_median", "prompt_median", "prompt_mean"), 0.1), "decode_mean": error}
     reply = {**found, "fit_error": {**fit_error, "decode_steps": 90, "prompt_steps": 60}}
 
-    def ask(tool: str, question: object, reply_type: object, *, timeout: float) -> list[dict[str, object]]:
-        (asked if asked is not None else []).append(tool)
+    def ask(
+        tool: str, question: object, reply_type: object, *, timeout: float, package: str
+    ) -> list[dict[str, object]]:
+        (asked if asked is not None else []).append(f"{package}.{tool}")
         return [json.loads(json.dumps(reply))]
 
     monkeypatch.setattr(command, "ask", ask)
@@ -76,7 +78,7 @@ def test_the_command_writes_what_the_child_says(
     out = tmp_path / "out.json"
     words = ("--seconds", "1", "--out", str(out), "--", "--max-num-queued-reqs", "9")
     assert run(calibration, 0.14, monkeypatch, *words, asked=asked) == 0
-    assert asked == ["calibrate"]
+    assert asked == ["quire_lab.tools.calibrate"]
     written = json.loads(out.read_bytes())
     assert written["settings"]["max_num_queued_reqs"] == 9
     assert written["fit_error"]["decode_mean"] == 0.14

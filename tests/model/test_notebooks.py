@@ -17,7 +17,8 @@ from support.documents import ROOT, text
 
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 LOOP = ROOT / "docs" / "examples" / "own_loop.py"
-OURS = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("server", "engine", "kernels"))}
+PARTS = ("server", "engine", "kernels", "benchmarks", "lab")
+OURS = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in PARTS)}
 MOST_BYTES = 20_000  # of a notebook: pictures and states of widgets are no part of one
 
 

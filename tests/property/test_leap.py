@@ -8,10 +8,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire_bench.traces import TraceRow
 from quire_engine.cost_model import CostModel
-from quire_engine.simulation.setup import Setup
-from quire_engine.simulation.simulator import Simulation
-from quire_engine.simulation.traces import TraceRow
+from quire_lab.simulation.setup import Setup
+from quire_lab.simulation.simulator import Simulation
 from support.scheduler_model import order_of_reuse
 
 COST = CostModel(step=0.01, row=0.0003, context=1.7e-6, prompt=((1, 0.01), (64, 0.05)), chunk_context=1e-6)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from quire_engine.contract.errors import InfeasibleRequest
 from quire_engine.contract.types import BeamParams
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.simulation.counterfactual import fitted_cost, load_of, measured
-from quire_engine.simulation.recorded import Recording, read_log
-from quire_engine.simulation.replaying import replay
+from quire_lab.simulation.counterfactual import fitted_cost, load_of, measured
+from quire_lab.simulation.recorded import Recording, read_log
+from quire_lab.simulation.replaying import replay
 from support.fake_executor import FakeExecutor, own_tokens, request
 from support.limits import scheduler_config
 

@@ -25,9 +25,9 @@ from quire_engine.contract.types import BeamParams, GenerationRequest, StepOutpu
 from quire_engine.engine import Engine
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculation
-from quire_engine.simulation.recorded import read_log
-from quire_engine.simulation.replaying import Difference, Replayer
-from quire_server.commands.trace import PAGE, Lines, narrate, pages
+from quire_lab.commands.trace import PAGE, Lines, narrate, pages
+from quire_lab.simulation.recorded import read_log
+from quire_lab.simulation.replaying import Difference, Replayer
 from support.fake_executor import FakeExecutor, expected_tokens, request
 from support.limits import scheduler_config
 from support.scheduler_model import feasible

@@ -12,7 +12,7 @@ import httpx
 
 from e2e.served import Served
 
-OURS = ("quire", "quire_server", "quire_engine", "quire_kernels", "quire_bench")
+OURS = ("quire", "quire_server", "quire_engine", "quire_kernels", "quire_bench", "quire_lab")
 STANDARD = ("json", "random", "string", "queue", "types", "site", "sitecustomize", "usercustomize")
 LONG = "a word and " * 30_000  # long enough for a process of its own
 

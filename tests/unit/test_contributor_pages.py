@@ -14,8 +14,9 @@ import pytest
 from architecture.source import modules
 from quire_engine.contract.types import WAIT_REASONS
 from quire_engine.scheduling.log.request_life import Phase
+from quire_lab.commands.diagnosis import causes
 from quire_server.app import ROUTERS
-from quire_server.commands.diagnosis import causes
+from quire_server.cli import COMMANDS
 from quire_server.metrics.metrics import Metrics
 from quire_server.settings import Settings, flag_name
 from support.documents import FOLDER_PAGES, ROOT, section, text
@@ -23,7 +24,7 @@ from support.documents import FOLDER_PAGES, ROOT, section, text
 ARCHITECTURE = "docs/architecture.md"
 SUPPORT = tuple(sorted((ROOT / "tests/support").glob("*.py")))
 # Where a path in the text may begin.
-STARTS = ("", "server/quire_server", "engine/quire_engine", "engine", "kernels")
+STARTS = ("", "server/quire_server", "engine/quire_engine", "engine", "kernels", "lab")
 NOT_A_WAIT = "quantisation: answers are not the model's"  # of the causes that `quire doctor` names
 ON_THE_WAY = {"transfer", "files"}  # what a request waits for before the scheduler knows it
 CODE = re.compile(r"`([^`\n]+)`")
@@ -97,7 +98,7 @@ def is_a_route(span: str, _page: str) -> bool:
 def is_a_command(span: str, _page: str) -> bool:
     program, name, *_ = span.split()
     if program == "quire":
-        return name == "bench" or (ROOT / f"server/quire_server/commands/{name.replace('-', '_')}.py").exists()
+        return name in COMMANDS
     return program == "make" and bool(re.search(rf"^{name}:", text("Makefile"), re.MULTILINE))
 
 

@@ -73,13 +73,20 @@ def test_it_has_every_instruction_set_whole_and_of_these_sources(machine: str, f
 
 def test_besides_it_is_the_tree(files: dict[str, bytes], machine: str) -> None:
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "server", "engine", "kernels", "benchmarks/quire_bench"],
+        ["git", "ls-files", "-z", "server", "engine", "kernels", "benchmarks/quire_bench", "lab"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     ).stdout.split("\0")
-    folders = {"server/": "", "engine/": "", "kernels/csrc/": "quire_kernels/csrc/", "kernels/": "", "benchmarks/": ""}
+    folders = {
+        "server/": "",
+        "engine/": "",
+        "kernels/csrc/": "quire_kernels/csrc/",
+        "kernels/": "",
+        "benchmarks/": "",
+        "lab/": "",
+    }
     expected = {}
     for name in filter(None, listed):
         folder, package = next((old, new) for old, new in folders.items() if name.startswith(old))

@@ -13,7 +13,7 @@ from typing import Self
 from quire_bench.facts.live import Live
 from quire_bench.own_server import own_server
 from quire_engine.demo import demo_model_path
-from quire_engine.simulation.kv_memory import kv_shape
+from quire_lab.simulation.kv_memory import kv_shape
 
 SLOTS = 4
 TIGHT_BLOCKS = 64

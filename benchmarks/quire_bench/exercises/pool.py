@@ -15,7 +15,7 @@ from quire_bench.facts import sharing, steps
 from quire_bench.facts.fact import Fact, equal, not_shown, renamed
 from quire_bench.facts.live import Live
 from quire_bench.facts.logs import recorded
-from quire_engine.simulation.recorded import Recording
+from quire_lab.simulation.recorded import Recording
 
 _REQUESTS = 24
 _LONGEST_PROMPT, _LONGEST_ANSWER = 96, 128

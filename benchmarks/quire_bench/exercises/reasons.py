@@ -14,7 +14,7 @@ from quire_bench.exercises.own import OwnServers
 from quire_bench.facts.fact import Fact, not_shown
 from quire_bench.facts.live import Live
 from quire_bench.facts.logs import recorded
-from quire_server.commands.trace import narrate
+from quire_lab.commands.trace import narrate
 
 _NEEDED = ("enters", "preempted", "waits")
 _RULE = re.compile(r"\[([^\[\]]+)\]$")

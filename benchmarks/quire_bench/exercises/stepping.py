@@ -19,13 +19,13 @@ from quire_bench.facts.live import Live
 from quire_bench.facts.logs import arrivals_of, lengths_by_request, recorded
 from quire_bench.servers import BenchError
 from quire_engine.contract.batch import Batch
-from quire_engine.simulation.lengths import exercise_setup, rows_of
-from quire_engine.simulation.outcome import Moment, Outcome
-from quire_engine.simulation.plotting import svg, terminal
-from quire_engine.simulation.recorded import Recording
-from quire_engine.simulation.replaying import Replay, Replayer
-from quire_engine.simulation.requests import number_of
-from quire_engine.simulation.simulator import simulate
+from quire_lab.simulation.lengths import exercise_setup, rows_of
+from quire_lab.simulation.outcome import Moment, Outcome
+from quire_lab.simulation.plotting import svg, terminal
+from quire_lab.simulation.recorded import Recording
+from quire_lab.simulation.replaying import Replay, Replayer
+from quire_lab.simulation.requests import number_of
+from quire_lab.simulation.simulator import simulate
 
 LENGTHS = (32, 128, 64, 256)
 ARRIVALS = (0, 2, 4, 6)  # in steps

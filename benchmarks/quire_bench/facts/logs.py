@@ -14,8 +14,8 @@ from urllib.parse import urlencode
 from quire_bench.facts.live import Live
 from quire_bench.servers import BenchError
 from quire_engine.contract.errors import ConfigError
-from quire_engine.simulation.recorded import Recording, read_log
-from quire_server.commands.trace import PAGE, Lines, pages
+from quire_lab.commands.trace import PAGE, Lines, pages
+from quire_lab.simulation.recorded import Recording, read_log
 
 
 class _Pages:

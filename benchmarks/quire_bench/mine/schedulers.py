@@ -11,7 +11,7 @@ from typing import Protocol
 from quire_bench.mine.process import Student
 from quire_bench.mine.referee import Machine, Plan, Slice, plan_of
 from quire_bench.mine.students import free_blocks
-from quire_engine.simulation.stepwise import Stepwise
+from quire_lab.simulation.stepwise import Stepwise
 
 
 class Pool(Protocol):

@@ -22,7 +22,7 @@ from quire_engine.contract.config import EngineConfig
 from quire_engine.contract.errors import ConfigError, ModelLoadError
 from quire_engine.contract.limits import SchedulerLimits
 from quire_engine.own_modules import module_command
-from quire_engine.simulation.kv_memory import kv_shape
+from quire_lab.simulation.kv_memory import kv_shape
 
 MACHINE = Machine(num_blocks=40, block_size=16, max_num_seqs=8, max_num_batched_tokens=128)
 _END_SECONDS = 20.0

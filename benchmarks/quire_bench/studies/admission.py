@@ -13,11 +13,11 @@ from pathlib import Path
 from rich.table import Table
 
 from quire_bench.studies.published import Check
+from quire_bench.traces import TraceRow, read_trace
 from quire_engine.cost_model import read_cost
-from quire_engine.simulation.report import Distribution, Report, report
-from quire_engine.simulation.setup import Setup
-from quire_engine.simulation.simulator import simulate
-from quire_engine.simulation.traces import TraceRow, read_trace
+from quire_lab.simulation.report import Distribution, Report, report
+from quire_lab.simulation.setup import Setup
+from quire_lab.simulation.simulator import simulate
 
 BY_PROMPT = (("admission", "prompt"), ("preemption_victim", "youngest"), ("scheduling_policy", "fcfs"))
 TRACE = Path(__file__).parents[2] / "data" / "azure_conv_sample.csv"

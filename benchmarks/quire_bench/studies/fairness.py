@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from quire_bench.traces import TraceRow
 from quire_engine.contract.batch import Batch
-from quire_engine.simulation.requests import number_of
-from quire_engine.simulation.setup import Setup
-from quire_engine.simulation.simulator import simulate
-from quire_engine.simulation.traces import TraceRow
+from quire_lab.simulation.requests import number_of
+from quire_lab.simulation.setup import Setup
+from quire_lab.simulation.simulator import simulate
 
 _OUTPUT_WEIGHT = 2
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire_bench.studies.fairness import shares
+from quire_bench.traces import TraceRow, read_trace
 from quire_engine.contract.batch import Batch
 from quire_engine.contract.errors import ConfigError
 from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.cost_model import CostModel
-from quire_engine.simulation.lengths import exercise_setup, rows_of
-from quire_engine.simulation.setup import Setup
-from quire_engine.simulation.simulator import simulate
-from quire_engine.simulation.static_batching import simulate_static
-from quire_engine.simulation.traces import TraceRow, read_trace
+from quire_lab.simulation.lengths import exercise_setup, rows_of
+from quire_lab.simulation.setup import Setup
+from quire_lab.simulation.simulator import simulate
+from quire_lab.simulation.static_batching import simulate_static
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

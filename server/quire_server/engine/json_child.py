@@ -17,6 +17,7 @@ from quire_engine.contract.errors import ConfigError, EngineDead, ModelLoadError
 from quire_engine.own_modules import module_command
 
 T = TypeVar("T")
+TOOLS = "quire_engine.tools"
 
 
 class _Refusal(msgspec.Struct):
@@ -26,20 +27,24 @@ class _Refusal(msgspec.Struct):
     kind: Literal["config", "model"] = "model"
 
 
-def ask(tool: str, question: object, reply_type: type[T], *, timeout: float | None = None) -> list[T]:
-    """All replies of `quire_engine.tools.TOOL` to one question, after the process has ended. Raises as `ask_each`."""
-    return ask_each(tool, [question], reply_type, timeout=timeout)
+def ask(
+    tool: str, question: object, reply_type: type[T], *, timeout: float | None = None, package: str = TOOLS
+) -> list[T]:
+    """All replies of a tool of the package to one question, after the process has ended. Raises as `ask_each`."""
+    return ask_each(tool, [question], reply_type, timeout=timeout, package=package)
 
 
-def ask_each(tool: str, questions: Sequence[object], reply_type: type[T], *, timeout: float | None = None) -> list[T]:
-    """Return all replies of `quire_engine.tools.TOOL` to several questions, which one process answers.
+def ask_each(
+    tool: str, questions: Sequence[object], reply_type: type[T], *, timeout: float | None = None, package: str = TOOLS
+) -> list[T]:
+    """Return all replies of a tool of the package to several questions, which one process answers.
 
     Raises ConfigError or ModelLoadError as the tool does, EngineDead if it crashes or takes longer than `timeout`
     seconds.
     """
     try:
         process = subprocess.run(
-            module_command(f"quire_engine.tools.{tool}"),
+            module_command(f"{package}.{tool}"),
             input=b"".join(msgspec.json.encode(question) + b"\n" for question in questions),
             stdout=subprocess.PIPE,
             check=False,
@@ -57,8 +62,8 @@ def ask_each(tool: str, questions: Sequence[object], reply_type: type[T], *, tim
 
 
 def replies(tool: str, question: object, reply_type: type[T]) -> Iterator[T]:
-    """Yield the replies of `quire_engine.tools.TOOL` as they come. A caller that stops early ends the tool."""
-    command = module_command(f"quire_engine.tools.{tool}")
+    """Yield the replies of one of the engine's tools as they come. A caller that stops early ends the tool."""
+    command = module_command(f"{TOOLS}.{tool}")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) as process:
         if process.stdin is None or process.stdout is None:
             raise EngineDead(f"the {tool} process has no pipes")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from quire_bench.traces import TraceError, TraceRow, read_trace
 from quire_bench.workload import OPEN_LOOP_SECONDS, LoadPoint, Span, Workload, jobs, warm_up
-from quire_engine.simulation.traces import TraceError, TraceRow, read_trace
 
 DATA = Path(__file__).parents[3] / "benchmarks" / "data"
 CLOSED = LoadPoint(mode="concurrency", value=4)

@@ -20,8 +20,8 @@ from quire_bench.servers import BenchError
 from quire_engine.contract.batch import SampledToken, StepResult
 from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.simulation.recorded import Recording
-from quire_engine.simulation.replaying import Replayer
+from quire_lab.simulation.recorded import Recording
+from quire_lab.simulation.replaying import Replayer
 from support.documents import text
 from support.fake_executor import request
 

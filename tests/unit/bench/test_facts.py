@@ -20,10 +20,10 @@ from quire_bench.facts.timing import (
     full_cache,
     pool_load,
 )
+from quire_bench.traces import TraceRow
 from quire_engine.cost_model import CostModel
-from quire_engine.simulation.setup import Setup
-from quire_engine.simulation.simulator import simulate
-from quire_engine.simulation.traces import TraceRow
+from quire_lab.simulation.setup import Setup
+from quire_lab.simulation.simulator import simulate
 from quire_server.metrics.alert_rules import RULES
 from support.documents import text
 

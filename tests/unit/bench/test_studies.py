@@ -11,12 +11,12 @@ from quire_bench.studies import admission
 from quire_bench.studies.__main__ import main
 from quire_bench.studies.fairness import shares
 from quire_bench.studies.published import EXERCISES, Check, hit_rate, poisson, queue_of_one
+from quire_bench.traces import TraceRow, read_trace
 from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
 from quire_engine.cost_model import CostModel
-from quire_engine.simulation.report import report
-from quire_engine.simulation.setup import Setup
-from quire_engine.simulation.simulator import simulate
-from quire_engine.simulation.traces import TraceRow, read_trace
+from quire_lab.simulation.report import report
+from quire_lab.simulation.setup import Setup
+from quire_lab.simulation.simulator import simulate
 
 DATA = Path(__file__).parents[3] / "benchmarks" / "data"
 COST = CostModel(step=0.02, row=0.001, context=1e-6, prompt=((1, 0.02), (512, 0.5)), chunk_context=1e-6)

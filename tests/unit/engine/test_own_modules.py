@@ -29,7 +29,9 @@ def test_a_file_of_the_working_directory_is_not_run(tmp_path: Path) -> None:
 
 def test_every_process_of_ours_is_started_so() -> None:
     sources = [
-        path for folder in ("engine", "server", "kernels", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+        path
+        for folder in ("engine", "server", "kernels", "benchmarks", "lab")
+        for path in (ROOT / folder).rglob("*.py")
     ]
     assert len(sources) > 300
     unsafe = re.compile(r"sys\.executable,\s*+(?!\"-[PI]\")")

@@ -115,9 +115,25 @@ def test_every_command_has_its_module():
     named = {module for module, _ in cli.COMMANDS.values()}
     for module in named:
         assert callable(import_module(module).run)
-    folder = Path(cli.__file__).parent / "commands"
-    for path in folder.glob("*.py"):
-        assert path.stem == "__init__" or f"quire_server.commands.{path.stem}" in named
+    for package in ("quire_server", "quire_lab"):
+        folder = Path(str(import_module(f"{package}.commands").__file__)).parent
+        for path in folder.glob("*.py"):
+            assert path.stem == "__init__" or f"{package}.commands.{path.stem}" in named
+
+
+@pytest.mark.parametrize(("words", "package"), [("simulate --rate 1", "quire_lab"), ("bench", "quire_bench")])
+def test_a_package_that_is_not_installed_is_one_line(
+    words: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    name, *_ = words.split()
+    for module in [each for each in sys.modules if each.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if not (Path(each) / package).exists()])
+    assert cli.main(words.split()) == 1
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert err.startswith(f"quire {name}: its package {package} is not installed: install Quire again")
+    assert cli.main(["version"]) == 0
 
 
 def test_bad_usage():

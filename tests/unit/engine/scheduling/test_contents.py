@@ -12,8 +12,8 @@ from quire_engine.contract.batch import SampledToken, StepResult
 from quire_engine.contract.types import BeamParams
 from quire_engine.scheduling.log.step_records import MOST_BYTES, MOST_CONTENTS, NOTHING, Contents
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.simulation.contents import Contents as MadeUp
-from quire_engine.simulation.recorded import Entry
+from quire_lab.simulation.contents import Contents as MadeUp
+from quire_lab.simulation.recorded import Entry
 from support.fake_executor import new_run, request
 from support.limits import scheduler_config
 

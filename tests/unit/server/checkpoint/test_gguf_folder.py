@@ -15,7 +15,7 @@ import pytest
 
 from quire_engine.contract.errors import ModelLoadError
 from quire_engine.gguf import Gguf, read_gguf
-from quire_engine.simulation.kv_memory import kv_shape
+from quire_lab.simulation.kv_memory import kv_shape
 from quire_server.checkpoint.gguf_config import check_types, config_of
 from quire_server.checkpoint.gguf_folder import models, of_quantisation, shard_names, short_name, unfolded
 from quire_server.checkpoint.inspect import check_checkpoint

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from quire_server.commands.planning.plan_section import BEGIN, END
+from quire_lab.commands.planning.plan_section import BEGIN, END
 from quire_server.flags import option_default
 from quire_server.settings import Settings, flag_name
 from support.documents import section, text

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM
-from quire_server.commands.plan import run as plan
+from quire_lab.commands.plan import run as plan
 from quire_server.engine.replicas import FAILOVER_SECONDS
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.flags import build_parser, parse_flags
@@ -115,7 +115,7 @@ def test_no_help_shows_it() -> None:
 def test_no_message_names_it() -> None:
     """Nothing that is printed, answered or configured sends anybody to a flag that is gone."""
     gone = re.compile("|".join(f"{flag_name(name)}\\b" for name in REMOVED))
-    folders = ("server", "engine", "kernels", "configs", "benchmarks/quire_bench")
+    folders = ("server", "engine", "kernels", "configs", "benchmarks/quire_bench", "lab")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
     assert len(files) > 300
     documents = [path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")) if path.name != "CHANGELOG.md"]
