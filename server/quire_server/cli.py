@@ -28,7 +28,7 @@ COMMANDS = {
     "engine": ("quire_server.commands.engine", "compute for servers on other machines: a node"),
     "run-batch": ("quire_server.commands.run_batch", "answer a file of requests without a server"),
     "bench": ("quire_bench.command", "put load on servers and say how fast they are"),
-    "exercises": ("quire_bench.mine.command", "exercises by a live server, or for your own scheduler or block pool"),
+    "exercises": ("quire_lab.mine.command", "exercises by a live server, or for your own scheduler or block pool"),
     "eval-quant": ("quire_server.commands.eval_quant", "measure what int8 and int4 cost a model"),
     "calibrate": ("quire_lab.commands.calibrate", "measure what steps take on this machine, for simulate and plan"),
     "plan": ("quire_lab.commands.plan", "find settings for a load, and the memory of a KV cache"),

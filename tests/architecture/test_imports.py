@@ -107,13 +107,13 @@ FOLDERS = {
         "checkpoint",
         "logs",
     },
-    "quire_bench.facts": {"servers"},
-    "quire_bench.exercises": {"facts", "servers", "own_server"},
-    "quire_bench.mine": {"exercises", "peer_rate", "servers", "workload"},
-    "quire_bench.studies": {"traces"},
     "quire_lab.simulation": set(),
     "quire_lab.tools": {"simulation"},
     "quire_lab.commands": {"simulation"},
+    "quire_lab.facts": {"simulation", "commands"},
+    "quire_lab.exercises": {"simulation", "commands", "facts"},
+    "quire_lab.mine": {"simulation", "exercises"},
+    "quire_lab.studies": {"simulation"},
     "quire_kernels.reference": {"*"},
     "quire_kernels.cpu": {"*", "reference"},
     "quire_kernels.flash": {"*", "reference"},
@@ -172,7 +172,7 @@ def test_packages_point_one_way():
 
 def test_nobody_imports_the_laboratory():
     """Not even by its name as a string, except for the table of commands: without its folder the others go on."""
-    outside = [module for module in modules() if not within(module, ("quire_lab", "quire_bench"))]
+    outside = [module for module in modules() if not within(module, ("quire_lab",))]
     assert {module for module in outside if "quire_lab" in text(module)} == LAB_IS_NAMED
     assert not any(within(name, ("quire_lab",)) for module in outside for name in imports(module))
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from architecture.source import ROOT, modules, tree
+from architecture.source import ROOT, modules, tree, within
 from support.workers import known, workers
 from walk.trials import FAULTS, RECORD, Trial
 
-PRODUCT = tuple(name for name in modules() if not name.startswith("quire_bench"))
+PRODUCT = tuple(name for name in modules() if not within(name, ("quire_bench", "quire_lab")))
 THREADS = {"Thread", "ThreadPoolExecutor", "LoadThread"}
 TASKS = {"create_task", "begin"}
 DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

@@ -223,7 +223,7 @@ def test_command_lines_are_understood(example: Example) -> None:
     elif words[:2] == ["config", "from"]:
         assert words[2] in SERVERS  # tests/unit/server/settings/test_migration.py compares what is printed
     elif words[0] == "exercises" and "--mine" in words:
-        from quire_bench.mine.command import build_parser as mine
+        from quire_lab.mine.command import build_parser as mine
 
         mine().parse_args(words[1:])
     elif words[0] == "exercises":

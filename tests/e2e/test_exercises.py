@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from e2e.served import Served
-from quire_bench.exercises import pool
-from quire_bench.facts.live import Live
+from quire_lab.exercises import pool
+from quire_lab.facts.live import Live
 
 pytestmark = [pytest.mark.e2e]
 
@@ -21,7 +21,7 @@ BY_OTHER_COMMANDS = ("S3.3", "S4.1", "S4.4", "S4.5", "S4.6")
 
 def exercises(url: str, *words: str) -> str:
     """What the command prints; it ends with 0."""
-    command = [sys.executable, "-m", "quire_bench.exercises", "--url", url, "--model", str(DEMO), *words]
+    command = [sys.executable, "-m", "quire_lab.exercises", "--url", url, "--model", str(DEMO), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NOT SO" not in done.stdout

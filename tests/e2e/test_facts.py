@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from e2e.served import Served
-from quire_bench.facts import batching
-from quire_bench.facts.__main__ import main, run
-from quire_bench.facts.live import Live
+from quire_lab.facts import batching
+from quire_lab.facts.__main__ import main, run
+from quire_lab.facts.live import Live
 
 pytestmark = [pytest.mark.e2e]
 
@@ -22,7 +22,7 @@ MINUTES = ("F17", "F18")
 
 def facts(url: str, *names: str) -> str:
     """What the command prints; it ends with 0."""
-    command = [sys.executable, "-m", "quire_bench.facts", "--url", url, "--model", str(DEMO), *names]
+    command = [sys.executable, "-m", "quire_lab.facts", "--url", url, "--model", str(DEMO), *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1700)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NOT SO" not in done.stdout

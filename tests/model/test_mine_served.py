@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from quire_bench.mine.command import run
-from quire_bench.mine.referee import Arrival, Machine
-from quire_bench.mine.schedulers import ListPool, OurScheduler, PlainScheduler, StaticScheduler
-from quire_bench.mine.serving import Bench, ModelProcess
 from quire_engine.contract.config import EngineConfig
 from quire_engine.demo import demo_model_path
 from quire_engine.own_modules import module_command
+from quire_lab.mine.command import run
+from quire_lab.mine.referee import Arrival, Machine
+from quire_lab.mine.schedulers import ListPool, OurScheduler, PlainScheduler, StaticScheduler
+from quire_lab.mine.serving import Bench, ModelProcess
 
 STUDENTS = Path(__file__).parents[1] / "support" / "students"
 SMALL = Machine(num_blocks=14, block_size=16, max_num_seqs=4, max_num_batched_tokens=64)
@@ -41,7 +41,7 @@ def test_every_scheduler_gets_the_tokens_of_a_request_alone():
 
 
 def test_the_tables_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("quire_bench.mine.command.serving_load", lambda: LOAD)
+    monkeypatch.setattr("quire_lab.mine.command.serving_load", lambda: LOAD)
     assert run(["--mine", str(STUDENTS / "reserving.py")]) == 0
     said = capsys.readouterr().out
     assert "reserving.py: Scheduler: every invariant holds" in said

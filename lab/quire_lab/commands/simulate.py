@@ -49,7 +49,7 @@ _EPILOG = f"""\
 Steps take what the cost model says: --cost FILE of `quire calibrate` (default ./{DEFAULT_COST}), or numbers
 such as step=20ms,row=0.2ms,context=0.1us,token=0.1ms, or unit: steps of one second. With --lengths it is unit.
 
-Published numbers are held against it by: python -m quire_bench.studies
+Published numbers are held against it by: python -m quire_lab.studies
 
 examples:
   quire simulate --lengths 32,128,64,256 --arrivals 0,2,4,6 --compare static --plot
@@ -303,7 +303,7 @@ def _time(text: str) -> float:
 
 def _moved(text: str) -> NoReturn:
     name = "" if text == "all" else f" {text}"
-    raise argparse.ArgumentTypeError(f"published numbers are compared by `python -m quire_bench.studies{name}`")
+    raise argparse.ArgumentTypeError(f"published numbers are compared by `python -m quire_lab.studies{name}`")
 
 
 def _numbers(kind: Callable[[str], T]) -> Callable[[str], list[T]]:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from quire_bench.studies.published import poisson
 from quire_bench.traces import TraceRow
 from quire_engine.contract.errors import ConfigError, ModelLoadError
 from quire_engine.cost_model import CostModel
@@ -22,6 +21,7 @@ from quire_lab.simulation.search import BACKLOG, Search, is_steady
 from quire_lab.simulation.setup import Setup
 from quire_lab.simulation.simulator import simulate
 from quire_lab.simulation.slo import parse_slo
+from quire_lab.studies.published import poisson
 
 GPT = {"n_layer": 12, "n_head": 12, "n_embd": 768, "torch_dtype": "float16", "n_positions": 1024}
 GQA = {

@@ -107,8 +107,8 @@ def test_what_cannot_work_is_one_line(
 @pytest.mark.parametrize(
     ("argv", "now"),
     [
-        (["--check", "all"], "python -m quire_bench.studies`"),
-        (["--data", "/data", "--check", "v3"], "python -m quire_bench.studies v3`"),
+        (["--check", "all"], "python -m quire_lab.studies`"),
+        (["--data", "/data", "--check", "v3"], "python -m quire_lab.studies v3`"),
     ],
 )
 def test_published_numbers_are_compared_elsewhere(

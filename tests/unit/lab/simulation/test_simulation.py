@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from quire_bench.studies.published import poisson
 from quire_bench.traces import TraceError, TraceRow, read_trace
 from quire_engine.contract.batch import Batch
 from quire_engine.contract.errors import ConfigError
@@ -23,6 +22,7 @@ from quire_lab.simulation.setup import Setup, parse_settings, setup
 from quire_lab.simulation.simulator import Simulation, simulate
 from quire_lab.simulation.slo import parse_slo
 from quire_lab.simulation.static_batching import simulate_static
+from quire_lab.studies.published import poisson
 
 COST = CostModel(step=0.02, row=0.001, context=1e-6, prompt=((1, 0.02), (512, 0.5)), chunk_context=1e-6)
 
