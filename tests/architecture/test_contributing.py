@@ -7,7 +7,7 @@ import re
 from architecture.source import ROOT
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-LOOKS_LIKE_A_PATH = re.compile(r"`((?:server|engine|kernels|benchmarks|configs|demo|tests)/[\w./-]*|[A-Z]+\.md)`")
+LOOKS_LIKE_A_PATH = re.compile(r"`((?:server|engine|kernels|benchmarks|lab|configs|demo|tests)/[\w./-]*|[A-Z]+\.md)`")
 
 
 def section(title: str) -> str:
@@ -20,7 +20,7 @@ def test_every_path_in_the_text_exists():
 
 def test_every_folder_of_the_code_is_on_the_map():
     folders = {"server/quire", "server/quire_server", "kernels/quire_kernels", "kernels/csrc"}
-    folders |= {"benchmarks", "configs", "demo/make_demo", "tests"}
+    folders |= {"benchmarks", "lab/quire_lab", "configs", "demo/make_demo", "tests"}
     folders |= {
         f"engine/quire_engine/{path.name}"
         for path in (ROOT / "engine/quire_engine").iterdir()

@@ -18,7 +18,7 @@ FOLDER_PAGES = (
     "engine/quire_engine/execution/gpu/README.md",
     "engine/quire_engine/links/README.md",
     "engine/quire_engine/scheduling/README.md",
-    "lab/quire_lab/simulation/README.md",
+    "lab/quire_lab/README.md",
     "server/quire_server/engine/README.md",
     "server/quire_server/http/README.md",
     "tests/support/README.md",

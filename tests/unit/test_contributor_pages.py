@@ -11,7 +11,7 @@ from typing import get_args
 
 import pytest
 
-from architecture.source import modules
+from architecture.source import PACKAGES, modules
 from quire_engine.contract.types import WAIT_REASONS
 from quire_engine.scheduling.log.request_life import Phase
 from quire_lab.commands.diagnosis import causes
@@ -99,6 +99,8 @@ def is_a_command(span: str, _page: str) -> bool:
     program, name, *_ = span.split()
     if program == "quire":
         return name in COMMANDS
+    if program == "python":
+        return name == "-m" and span.split()[2] in modules()
     return program == "make" and bool(re.search(rf"^{name}:", text("Makefile"), re.MULTILINE))
 
 
@@ -122,6 +124,7 @@ def is_a_name(span: str, _page: str) -> bool:
 
 KINDS = (
     (r"--[a-z-]+", is_a_flag),
+    ("|".join(PACKAGES), is_a_name),
     (r"(quire_|vllm:)[a-z0-9_:]+", is_a_metric),
     (r"/\S*", is_a_route),
     (r"\S+( \S+)+", is_a_command),
