@@ -130,7 +130,7 @@ def _run(name: str, argv: Sequence[str]) -> int:
         if error.name not in {module.partition(".")[0] for module, _ in COMMANDS.values()}:
             raise
         advice = "install Quire again, in a checkout by `pip install --no-deps -e .`"
-        print(f"quire {name}: its package {error.name} is not installed: {advice}", file=sys.stderr)
+        print(f"quire {name}: the package {error.name} is not installed: {advice}", file=sys.stderr)
         return FAILED
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import shtab
@@ -41,10 +42,12 @@ def build_parser() -> ArgumentParser:
 
 
 def whole_parser() -> ArgumentParser:
-    """Return a parser of all commands with their flags, in the order of `quire --help`."""
+    """Return a parser of all installed commands with their flags, in the order of `quire --help`."""
     whole = ArgumentParser(prog="quire")
     commands = whole.add_subparsers()
     for name, (module, text) in COMMANDS.items():
+        if find_spec(module.partition(".")[0]) is None:
+            continue  # its package is not installed
         build = getattr(import_module(module), "build_parser", None)
         parents = [] if build is None else [build()]
         if name in _TAKES_FLAGS_OF_SERVE:

@@ -121,19 +121,30 @@ def test_every_command_has_its_module():
             assert path.stem == "__init__" or f"{package}.commands.{path.stem}" in named
 
 
-@pytest.mark.parametrize(("words", "package"), [("simulate --rate 1", "quire_lab"), ("bench", "quire_bench")])
-def test_a_package_that_is_not_installed_is_one_line(
-    words: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    name, *_ = words.split()
+def take_away(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [each for each in sys.modules if each.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(sys, "path", [each for each in sys.path if not (Path(each) / package).exists()])
-    assert cli.main(words.split()) == 1
+
+
+@pytest.mark.parametrize(("name", "package"), [("simulate", "quire_lab"), ("bench", "quire_bench")])
+def test_a_package_that_is_not_installed_is_one_line(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    take_away(package, monkeypatch)
+    assert cli.main([name, "--help"]) == 1
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1)
-    assert err.startswith(f"quire {name}: its package {package} is not installed: install Quire again")
+    assert err.startswith(f"quire {name}: the package {package} is not installed: install Quire again")
     assert cli.main(["version"]) == 0
+
+
+def test_what_is_not_installed_is_not_completed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    for expected in (True, False):
+        assert cli.main(["completion", "bash"]) == 0
+        script = capsys.readouterr().out
+        assert ("_quire_simulate_" in script, "_quire_serve_" in script) == (expected, True)
+        take_away("quire_lab", monkeypatch)
 
 
 def test_bad_usage():
