@@ -295,7 +295,7 @@ class DecodeColumns:
         return int(self.unused_slots(running).sum())
 
     def unused_slots(self, running: list[Group]) -> Column:
-        """The same of each row."""
+        """Return for each row the token slots in its blocks that hold no token."""
         places = self.layout(running).places
         return self._slots[places] - self.positions[places]
 
