@@ -28,6 +28,8 @@ from quire_bench.results import (
 )
 from quire_bench.servers import BenchError, Peer, Server, ServerInfo, Target, discover
 from quire_bench.workload import LoadPoint, Workload, jobs, warm_up
+from quire_engine.contract.errors import ModelLoadError
+from quire_server.checkpoint.locate import localized
 from quire_server.flags import parse_flags
 
 Tell = Callable[[str], None]
@@ -93,7 +95,10 @@ async def _targets(asked: Asked, stack: AsyncExitStack) -> list[Target]:
     for target in targets:
         stack.push_async_callback(target.close)
     if asked.baselines:
-        config = parse_flags([*asked.serve_flags, *model]).engine_config()
+        try:  # as the server finds it: a name on the hub, a GGUF file
+            config = localized(parse_flags([*asked.serve_flags, *model])).engine_config()
+        except ModelLoadError as error:
+            raise BenchError(str(error)) from None
         streams = int(max(point.value for point in asked.points))
         for name in asked.baselines:
             baseline = await start_baseline(name, config, streams=streams)

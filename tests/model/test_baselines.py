@@ -151,8 +151,7 @@ def test_what_libraries_print_does_not_come_between_the_replies():
 
 
 def test_generate_says_what_it_needs_for_a_gguf_file(tmp_path, monkeypatch):
-    file = tmp_path / "a.gguf"
-    file.touch()
+    (tmp_path / "a.gguf").touch()
     monkeypatch.setattr(hf_generate, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install accelerate"):
-        hf_generate.load(config(model=str(file), dtype="float32"))
+        hf_generate.load(config(model=str(tmp_path)))

@@ -55,16 +55,17 @@ def load(config: EngineConfig) -> RunBatch:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - optional
 
     path = Path(config.model)
-    dtype = load_model_config(path, config.ignore_config_keys).dtype if config.dtype == "auto" else config.dtype
+    files = sorted(path.glob("*.gguf"))
+    if files and find_spec("accelerate") is None:
+        raise ImportError("transformers reads a GGUF file with the library accelerate only: pip install accelerate")
+    dtype: str = config.dtype
+    if dtype == "auto":  # transformers computes no stored format: it makes a GGUF file's numbers float32
+        dtype = "float32" if files else load_model_config(path, config.ignore_config_keys).dtype
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    folder, named = path, dict[str, str]()
-    if path.suffix == ".gguf":  # whose numbers are made wide: transformers computes no stored format
-        if find_spec("accelerate") is None:
-            raise ImportError("transformers reads a GGUF file with the library accelerate only: pip install accelerate")
-        folder, named = path.parent, {"gguf_file": path.name}
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **named)
+    named = {"gguf_file": files[0].name} if files else {}
+    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, **named)
     torch.nn.Module.to(model, device=device, dtype=getattr(torch, dtype))
     return partial(run_batch, cast(GenerativeModel, model))
 
