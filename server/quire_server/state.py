@@ -153,7 +153,7 @@ class ServerState:
     overdue_seconds: Callable[[], float] = _never_overdue
     load_ratio: Callable[[], float] = _whole  # progress of the latest start of the engine, 0 to 1
     names: RequestNames = field(default_factory=RequestNames)
-    started: float = field(default_factory=time.time)  # seconds since the epoch
+    started: float = field(default_factory=time.time)  # when its engine was ready, seconds since the epoch
     phase: Phase = field(default_factory=Phase)
     catalog: Catalog | None = None  # None: there is one model
     tasks: list[asyncio.Task[None]] = field(default_factory=list)  # tasks that run as long as the server

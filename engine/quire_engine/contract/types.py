@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol, get_args
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+HoldReason = Literal["client", "adapters"]  # its client does not read; requests for other adapters have their turn
 WaitReason = Literal["kv", "slots", "budget", "prefix"]  # prefix: another request is computing a common prefix
 WAIT_REASONS: tuple[WaitReason, ...] = ("kv", "slots", "budget", "prefix")
 # The beneficiary of a preemption: a running group that grows, the elder, an interactive group; or the device, which had

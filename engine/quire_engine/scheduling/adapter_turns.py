@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from quire_engine.contract.limits import SchedulerLimits
-from quire_engine.contract.types import GenerationRequest
+from quire_engine.contract.types import GenerationRequest, HoldReason
 from quire_engine.scheduling.roster import Roster
 
 
 class AdapterTurns:
     """The requests that are set aside, which the scheduler holds, and the requests that go before them."""
 
-    def __init__(self, roster: Roster, limits: SchedulerLimits, hold: Callable[[str], bool]) -> None:
+    def __init__(self, roster: Roster, limits: SchedulerLimits, hold: Callable[[str, HoldReason], bool]) -> None:
         """`hold` is the scheduler's."""
         self.in_use = roster.adapters.in_use  # follows every change
         self.turn_steps = max(1, limits.elder_age_steps)  # the least wait for the end of a turn
@@ -92,7 +92,7 @@ class AdapterTurns:
         if not running or any(group.is_prefilling for group in running):
             return []
         for group in groups:
-            self._hold(group.request.request_id)
+            self._hold(group.request.request_id, "adapters")
         return [group.request for group in groups]
 
     def _drop_from_others(self, request_id: str) -> None:

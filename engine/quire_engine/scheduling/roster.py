@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import count
 
 from quire_engine.contract.invariants import require
-from quire_engine.contract.types import PREEMPTION_CAUSES, GenerationRequest, PreemptionCause
+from quire_engine.contract.types import PREEMPTION_CAUSES, GenerationRequest, HoldReason, PreemptionCause
 from quire_engine.scheduling.adapter_use import AdapterUse
 from quire_engine.scheduling.blocks import PageTable, PrefixMatch, SequenceKV
 from quire_engine.scheduling.kv_allocator import KVAllocator
@@ -93,7 +93,7 @@ class Roster:
         self.running.remove(group)
         insort(self.waiting, group, key=self._order.key)
 
-    def hold(self, group: Group) -> None:
+    def hold(self, group: Group, reason: HoldReason) -> None:
         """Take a live group out of its queue and free its blocks."""
         if group.state == "running":
             _settle(group)
@@ -105,7 +105,7 @@ class Roster:
             self.running.remove(group)
         else:
             self.waiting.remove(group)
-        group.hold()
+        group.hold(reason)
         self.adapters.hold(group.adapter)
         self.held[group.request.request_id] = group
 

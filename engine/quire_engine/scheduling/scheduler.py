@@ -17,7 +17,7 @@ from quire_engine.contract.errors import InfeasibleRequest
 from quire_engine.contract.invariants import require
 from quire_engine.contract.limits import SchedulerConfig
 from quire_engine.contract.token_columns import Outputs
-from quire_engine.contract.types import EngineStats, GenerationRequest, TokenOutput
+from quire_engine.contract.types import EngineStats, GenerationRequest, HoldReason, TokenOutput
 from quire_engine.scheduling.decode_columns import FEWEST, DecodeColumns
 from quire_engine.scheduling.fast_forward import ChunkSeconds, DecodeSeconds, FastForward, Skipped, TokensLeft
 from quire_engine.scheduling.gate import check_request
@@ -186,12 +186,12 @@ class Scheduler:
             self._log.ends(request_id, "fail")
         return self._results.fail_all(group, message)
 
-    def hold(self, request_id: str) -> bool:
+    def hold(self, request_id: str, reason: HoldReason = "client") -> bool:
         """Set a request aside until its release: it has no slot and no blocks, and no step computes it.
 
         False if it is not live, or is held already. May be called between any two steps, with steps in flight. After
         its release the request continues with the same tokens that it would have had. Other requests no longer wait for
-        it.
+        it. `reason`: its client does not read, or requests for other adapters have their turn.
 
         A held group is a preempted one that does not wait. Its computed blocks stay in the prefix cache and are usually
         found again at its release; other requests may take them before any running group is preempted. So holding costs
@@ -201,9 +201,9 @@ class Scheduler:
         if group is None or group.state == "held":
             return False
         if self._log is not None:
-            self._log.held(request_id)
+            self._log.held(request_id, reason)
         self._planner.drop_elder(group)
-        self._roster.hold(group)
+        self._roster.hold(group, reason)
         return True
 
     def release(self, request_id: str) -> bool:

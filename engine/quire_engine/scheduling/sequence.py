@@ -14,7 +14,14 @@ from typing import Literal, Protocol
 
 from quire_engine.contract.batch import PENDING, POOLED_BITS
 from quire_engine.contract.invariants import require
-from quire_engine.contract.types import GenerationRequest, Pooling, SamplingParams, TokenLogprobs, WaitReason
+from quire_engine.contract.types import (
+    GenerationRequest,
+    HoldReason,
+    Pooling,
+    SamplingParams,
+    TokenLogprobs,
+    WaitReason,
+)
 from quire_engine.scheduling.account import Account
 from quire_engine.scheduling.beams import BeamSearch
 from quire_engine.scheduling.blocks import SequenceKV
@@ -142,6 +149,7 @@ class Group:
     footprint: int = 0  # blocks that it holds at most
     num_bypasses: int = 0
     wait_reason: WaitReason = "budget"
+    held_for: HoldReason = "client"  # while it is held
     awaited: Promise | None = None  # a prefix that another sequence is computing and the group waits for
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -382,9 +390,9 @@ class Group:
             self.beams.forget_step()
         self.num_preemptions += 1
 
-    def hold(self) -> None:
+    def hold(self, reason: HoldReason) -> None:
         """Leave the queues until the release."""
-        self.state, self.awaited = "held", None
+        self.state, self.awaited, self.held_for = "held", None, reason
 
     def release(self, step: int, wait_bound: int) -> None:
         """Wait again, as if submitted now."""

@@ -63,7 +63,7 @@ def _waiting(group: Group) -> dict[str, Any]:
     return {
         "request_id": group.request.request_id,
         "state": group.state,
-        "reason": "" if group.state == "held" else group.wait_reason,
+        "reason": group.held_for if group.state == "held" else group.wait_reason,
         "num_preemptions": group.num_preemptions,
         "num_tokens": group.num_prompt_tokens,
         "swapped_blocks": sum(len(each.keys) for each in kept),

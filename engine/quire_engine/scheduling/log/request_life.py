@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quire_engine.contract.types import FinishReason
+from quire_engine.contract.types import FinishReason, HoldReason
 from quire_engine.scheduling.sequence import Group, Sequence
 
 # transit: from the arrival to the scheduler; queue: until it enters; prefill: until its first token; decode: until its
@@ -174,9 +174,9 @@ class RequestLife:
             self.preemptions.append(Preemption(step, cause, mode, by))
         self._change_phase("preempted", "", step - 1, now)
 
-    def hold(self, step: int, now: float) -> None:
-        """Note that the request is held after this step."""
-        self._change_phase("held", "", step, now)
+    def hold(self, reason: HoldReason, step: int, now: float) -> None:
+        """Note that the request is held after this step, for this reason."""
+        self._change_phase("held", reason, step, now)
 
     def release(self, step: int, now: float, *, wait_bound: int) -> None:
         """Note that the request waits again after this step."""

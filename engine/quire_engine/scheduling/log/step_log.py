@@ -17,7 +17,7 @@ import numpy as np
 from quire_engine.contract.batch import PENDING, Batch, SampledToken, ScheduledSequence, StepResult, num_accepted
 from quire_engine.contract.decodes import BatchInColumns
 from quire_engine.contract.limits import SchedulerLimits
-from quire_engine.contract.types import FinishReason, GenerationRequest, TokenOutput
+from quire_engine.contract.types import FinishReason, GenerationRequest, HoldReason, TokenOutput
 from quire_engine.scheduling.log.request_life import Nearest, PreemptionMode, RequestLife
 from quire_engine.scheduling.log.step_records import NOTHING, Contents, EventKind, FailedPart
 from quire_engine.scheduling.roster import Roster
@@ -234,13 +234,13 @@ class StepLog:
             event.shared = self._contents.add(event.ordinal, request.cache_salt, request.prompt_token_ids[:end])
             event.complete_from = self._contents.complete_from
 
-    def held(self, request_id: str) -> None:
-        """A live request is about to be held."""
+    def held(self, request_id: str, reason: HoldReason) -> None:
+        """A live request is about to be held, for this reason."""
         self.settle()
         self._note_event("hold", request_id)
         life = self.live[request_id]
         self._num_computing_prompts -= life.is_computing_prompt
-        life.hold(self._last_step, self.now)
+        life.hold(reason, self._last_step, self.now)
 
     def released(self, group: Group) -> None:
         """A held request waits again."""

@@ -37,7 +37,10 @@ _PHASES: dict[Phase, str] = {
     "prefill": "computing its prompt",
     "decode": "computing its own output",
     "recompute": "computing tokens again after a preemption",
-    "held": "being held, because its client did not read its tokens",
+}
+_HELD: dict[str, str] = {
+    "client": "being held, because its client did not read its tokens",
+    "adapters": "giving way to requests for other adapters, whose turn it was; a larger --max-loras would shorten it",
 }
 
 
@@ -46,7 +49,7 @@ def summary(life: RequestLife, step: int, now: float) -> dict[str, object]:
     return {
         "request_id": life.request_id,
         "state": life.phase,
-        "reason": life.reason if life.phase in {"queue", "preempted"} else "",
+        "reason": life.reason if life.phase in {"queue", "preempted", "held"} else "",
         "age_seconds": sum(each.seconds for each in life.spent_until(step, now).values()),
         "age_steps": (life.last_step or step) - life.added_step,
         "wait_bound_steps": life.wait_bound,
@@ -208,7 +211,9 @@ def _cause(phase: Phase, reason: str) -> str:
     if phase == "queue":
         return _WAITS.get(reason, f"waiting ({reason})")
     if phase == "preempted":
-        return f"waiting after a preemption ({reason or 'blocks'})"
+        return f"waiting to run again ({reason or 'blocks'})"
+    if phase == "held":
+        return _HELD[reason]
     if phase == "transit" and reason:
         return _ON_THE_WAY[reason]
     return _PHASES[phase]

@@ -134,7 +134,7 @@ export class Tables {
 
   #waiting(one) {
     const owner = this.owners.of(one.request_id);
-    const why = one.state === "held" ? "held: its client does not read"
+    const why = one.state === "held" ? `held: ${one.reason === "adapters" ? "other adapters have their turn" : "its client does not read"}`
       : `${one.state === "preempted" ? "preempted, waits" : "waits"}${WHY[one.reason] ?? ""}`;
     const kept = one.swapped_blocks ? `, ${one.swapped_blocks} blocks kept in host memory` : "";
     return element("tr", { className: `o${owner.colour}` },

@@ -5,6 +5,7 @@ import { callAsOperator, element, errorText } from "./session.js";
 const PHASES = {
   transit: "on the way to the engine", queue: "in the queue", prefill: "computing the prompt", decode: "writing the answer",
   preempted: "waiting without its memory", recompute: "computing again what it had",
+  held: "set aside",
 };
 
 function table(request) {

@@ -52,7 +52,7 @@ def test_who_waits_is_told_with_the_reason():
     (waiting,) = view(run)["pool"]["waiting"]
     assert (waiting["request_id"], waiting["state"], waiting["reason"]) == ("b", "waiting", "slots")
     run.scheduler.hold("b")
-    assert [(each["state"], each["reason"]) for each in view(run)["pool"]["waiting"]] == [("held", "")]
+    assert [(each["state"], each["reason"]) for each in view(run)["pool"]["waiting"]] == [("held", "client")]
 
 
 def test_of_many_steps_the_last_ones_come_with_their_events():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire_engine.contract.types import StepOutput
+from quire_engine.contract.types import HoldReason, StepOutput
 from quire_engine.engine import Engine
 from quire_engine.scheduling.scheduler import Scheduler
 from support.fake_executor import FakeExecutor, Run, new_run, request
@@ -366,3 +366,21 @@ def test_a_prefix_that_was_lost_is_told_apart_from_one_that_never_was() -> None:
     without = new_run(enable_prefix_caching=False)
     without.add(request("a", 4, 1))
     assert told(without, "a")["prefix"] is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"), [("client", "its client did not read its tokens"), ("adapters", "requests for other adapters")]
+)
+def test_who_is_held_has_the_reason_told(reason: HoldReason, words: str) -> None:
+    run = new_run()
+    run.add(request("a", 20, 4), request("b", 20, 40))
+    run.one_step()
+    run.scheduler.hold("a", reason)
+    assert (told(run, "a")["state"], told(run, "a")["reason"]) == ("held", reason)
+    run.to_end()
+    run.scheduler.release("a")
+    run.to_end()
+    one = told(run, "a")
+    assert spent(one)["held", reason] == 39
+    assert words in one["why"]
+    assert "preempt" not in one["why"]
