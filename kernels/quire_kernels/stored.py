@@ -91,6 +91,14 @@ class StoredMatrix:
             wide[rows] = self.over_rows(lambda part, rows=rows: part[rows])._numbers_of_codes()  # type: ignore[misc]
         return wide
 
+    def in_floats(self, name: Literal["scales", "offsets"]) -> StoredMatrix:
+        """Return the matrix with floats for integers with units: their products are exact in float32."""
+        values, units = getattr(self, name), f"{name.removesuffix('s')}_units"
+        if values is None:
+            return self
+        changes: dict[str, Any] = {name: self._numbers(values, getattr(self, units)), units: None}
+        return replace(self, **changes)
+
     def is_finite(self) -> bool:
         """Whether every number is finite; scales that are finite may still give numbers that are not."""
         if self.kind == "e4m3" and bool(((self.codes & _E4M3_NAN) == _E4M3_NAN).any()):
@@ -161,11 +169,11 @@ def in_common_form(matrices: Sequence[StoredMatrix]) -> list[StoredMatrix] | Non
         small = all(each.kind == "six_bits" or _fits(each.table, _SIX_BITS) for each in found)
         found = [_in_whole_numbers(each, "six_bits" if small else "bytes") for each in found]
     if any(each.scale_units is None for each in found):
-        found = [_with_floats(each, "scales") for each in found]
+        found = [each.in_floats("scales") for each in found]
     if all(each.offsets is None for each in found):
         return found
     in_units = all(each.offsets is None or each.offset_units is not None for each in found)
-    return [_with_offsets(each if in_units else _with_floats(each, "offsets"), in_units=in_units) for each in found]
+    return [_with_offsets(each if in_units else each.in_floats("offsets"), in_units=in_units) for each in found]
 
 
 def _may_change(matrix: StoredMatrix, columns: int) -> bool:
@@ -197,15 +205,6 @@ def _in_whole_numbers(matrix: StoredMatrix, kind: Literal["six_bits", "bytes"]) 
     return replace(matrix, kind=kind, table=(), codes=values[matrix.codes.int()])
 
 
-def _with_floats(matrix: StoredMatrix, name: Literal["scales", "offsets"]) -> StoredMatrix:
-    """Return the matrix with floats for integers with units: their products are exact in float32."""
-    values, unit = getattr(matrix, name), f"{name.removesuffix('s')}_units"
-    if values is None:
-        return matrix
-    changes: dict[str, Any] = {name: matrix._numbers(values, getattr(matrix, unit)), unit: None}
-    return replace(matrix, **changes)
-
-
 def _with_offsets(matrix: StoredMatrix, *, in_units: bool) -> StoredMatrix:
     """Return the matrix with offsets of 0, if it has none."""
     if matrix.offsets is not None:
@@ -217,10 +216,9 @@ def _with_offsets(matrix: StoredMatrix, *, in_units: bool) -> StoredMatrix:
 
 def with_floats(matrix: StoredMatrix) -> StoredMatrix:
     """Return the matrix with scales and offsets that are floats: integers times their units."""
-    for name in ("scales", "offsets"):
-        if getattr(matrix, f"{name.removesuffix('s')}_units") is not None:
-            matrix = _with_floats(matrix, name)
-    return matrix
+    if matrix.scale_units is not None:
+        matrix = matrix.in_floats("scales")
+    return matrix if matrix.offset_units is None else matrix.in_floats("offsets")
 
 
 def without_equal_zero_points(matrices: Sequence[StoredMatrix]) -> Sequence[StoredMatrix]:

@@ -28,13 +28,10 @@ from architecture.walls import (
 EXCEPTIONS = {
     "foreign private": {
         "quire_engine.execution.models.fallback.products": 1,  # torch._C, in the way that torch's pages show
-        "quire_kernels.stored": 1,
         "quire_server.commands.completion": 1,  # argparse has no public name for a parser's flags
         "quire_server.flags": 1,  # nor for the type of their groups
     },
-    "function that is a method": {
-        "quire_kernels.stored": 1,
-    },
+    "function that is a method": {},
     "import by name": {
         "quire_server.cli": 1,
         "quire_server.commands.completion": 1,
