@@ -187,7 +187,7 @@ class ApiServers:
             silence = pauses.silence(session.link.heard)
             if session.accepts.done() and silence > self._settings.engine_hang_timeout:
                 session.link.abort(f"no sign of life for {silence:.1f} s")
-            elif not session.is_asked:
+            elif not session.is_counting:
                 asked = asyncio.create_task(session.order("count"))
                 self._asked.add(asked)
                 asked.add_done_callback(self._asked.discard)

@@ -55,6 +55,7 @@ class Session:
         self._told_full = False
         self._tokens = count(1)
         self._orders: dict[int, asyncio.Future[None]] = {}
+        self._counting = 0  # orders to send what was counted that are not carried out yet
 
     @property
     def num_live(self) -> int:
@@ -62,9 +63,9 @@ class Session:
         return len(self._relays)
 
     @property
-    def is_asked(self) -> bool:
-        """Whether an order is not carried out yet."""
-        return bool(self._orders)
+    def is_counting(self) -> bool:
+        """Whether counts are on their way, which show that it lives: other orders may take as long as its streams."""
+        return self._counting > 0
 
     def serve(self, state: ServerState) -> None:
         """The engine is ready: take requests."""
@@ -80,10 +81,12 @@ class Session:
             return
         token = next(self._tokens)
         done = self._orders[token] = asyncio.get_running_loop().create_future()
+        self._counting += what == "count"
         self.link.send(Order(token=token, what=what))
         try:
             await done
         finally:
+            self._counting -= what == "count"
             del self._orders[token]
 
     def receive(self, frame: Any) -> None:
