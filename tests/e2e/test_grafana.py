@@ -34,6 +34,7 @@ EMPTY = {
     "Routes by reason": "there is one engine",
     "First output: predicted and seen": "there is one engine",
     "Ranks waiting for others": "one process computes the model",
+    "Engine busy": "the share of a GPU: there is none",
 }
 OVERLOAD = {"QuireKVCacheNearlyFull", "QuireKVCacheFull", "QuireWaitingForKV", "QuireRejecting"}
 
@@ -110,6 +111,7 @@ def test_every_panel_has_data_and_the_alerts_fire_in_an_overload(tmp_path: Path)
         answers = {(title, text): query(address, text) for title, text in queries()}
         empty = {title for (title, _), values in answers.items() if not values}
         assert empty == set(EMPTY)
+        assert any(values for (title, _), values in answers.items() if title == "Engine busy"), "nor the engine's share"
         nan = {title for (title, _), values in answers.items() if values and all(map(math.isnan, values))}
         assert nan == set()
         assert len(answers) > 45
