@@ -218,6 +218,7 @@ async def test_servers_take_turns_with_the_same_requests() -> None:
         ("--input 600", "takes 512 tokens .* and there are requests of 603"),
         ("--against {url}", "two servers have one name"),
         ("--against {url}/v1,b --model nobody", "answers no request: http_404"),
+        ("--baseline static --checkpoint /nowhere/a.gguf", "/nowhere/a.gguf"),
     ],
 )
 async def test_what_cannot_be_measured_is_said_before_measuring(flags: str, complaint: str) -> None:

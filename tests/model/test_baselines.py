@@ -155,3 +155,12 @@ def test_generate_says_what_it_needs_for_a_gguf_file(tmp_path, monkeypatch):
     monkeypatch.setattr(hf_generate, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install accelerate"):
         hf_generate.load(config(model=str(tmp_path)))
+
+
+def test_generate_reads_safetensors_where_a_gguf_file_lies_beside_them(tmp_path, monkeypatch):
+    for file in shared_checkpoint().iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "a.gguf").touch()
+    monkeypatch.setattr(hf_generate, "find_spec", lambda name: None)
+    (times,) = hf_generate.load(config(model=str(tmp_path)))([Member(prompt=(5,), output_tokens=2)])
+    assert len(times) == 2

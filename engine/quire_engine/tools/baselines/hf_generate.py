@@ -55,7 +55,7 @@ def load(config: EngineConfig) -> RunBatch:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - optional
 
     path = Path(config.model)
-    files = sorted(path.glob("*.gguf"))
+    files = [] if any(path.glob("*.safetensors")) else sorted(path.glob("*.gguf"))  # as the server chooses
     if files and find_spec("accelerate") is None:
         raise ImportError("transformers reads a GGUF file with the library accelerate only: pip install accelerate")
     dtype: str = config.dtype
