@@ -62,9 +62,7 @@ class Sizes:
 
     def add(self, sizes: npt.NDArray[np.int64]) -> None:
         """Count these sizes too."""
-        by_size = np.bincount(
-            sizes, minlength=1
-        )  # sizes are small numbers: faster than to search for the bound of each
+        by_size = np.bincount(sizes, minlength=1)  # faster than to search for the bound of each
         up_to = by_size.cumsum()[np.minimum(self._bounds, len(by_size) - 1)]
         more = np.diff(up_to, prepend=0, append=len(sizes)).tolist()
         self.counts = tuple([count + new for count, new in zip(self.counts, more, strict=True)])
