@@ -66,6 +66,7 @@ from quire_engine.execution.parallel.model import Leader
 from quire_engine.execution.parallel.processes import RankProcesses
 from quire_engine.execution.progress import Tell, tell_nobody
 from quire_engine.execution.proven_paths import shown_here, unchecked
+from quire_engine.execution.prover_process import ProverProcess
 from quire_engine.execution.runner import Runner
 from quire_engine.gguf import typed_name
 from quire_engine.links.kv_transfer import KVTransfer, open_transfer
@@ -338,12 +339,18 @@ def resolve_plan(config: EngineConfig) -> EnginePlan:
 
 
 def build(
-    config: EngineConfig, *, memory_fd: int | None = None, pool_fd: int | None = None, tell: Tell = tell_nobody
+    config: EngineConfig,
+    *,
+    memory_fd: int | None = None,
+    pool_fd: int | None = None,
+    prover: ProverProcess | None = None,
+    tell: Tell = tell_nobody,
 ) -> BuiltEngine:
     """Load the model, size the pool and put the parts together. Raises ConfigError, ModelLoadError.
 
     `memory_fd`: a memory file for packed weights that outlives this process, empty or filled by the process before.
-    `pool_fd`: one for the KV pool of a CPU, which is closed here. `tell`: called with the progress of the load.
+    `pool_fd`: one for the KV pool of a CPU, which is closed here. `prover`: a process that can check a GPU.
+    `tell`: called with the progress of the load.
     """
     started = time.perf_counter()
     tell("preparing", 0, 0)
@@ -351,7 +358,7 @@ def build(
     config = with_threads(config)
     if shares:
         run_on(shares[0].cpus)
-    resolved = resolve(config, check_kernels=True, tell=tell)
+    resolved = resolve(config, check_kernels=True, prover=prover, tell=tell)
     memory = resolved.memory
     _use_threads(resolved)
     devices, resolved = _with_devices(config, resolved, shares)
@@ -544,11 +551,12 @@ def resolve(
     config: EngineConfig,
     *,
     check_kernels: bool = False,
+    prover: ProverProcess | None = None,
     tell: Tell = tell_nobody,
     beside: KernelSet | None = None,
     rank: int = 0,
 ) -> Resolved:
-    """Everything that is known without the weights. `check_kernels`: check a GPU's kernels on it first.
+    """Everything that is known without the weights. `check_kernels`: check a GPU's kernels on it first, by `prover`.
 
     `beside`: the kernels of another model, which compute this one too where they can. `rank`: of the configured ones.
     """
@@ -561,7 +569,7 @@ def resolve(
     dtype, why_dtype = compute_dtype(config.dtype, model.dtype, device, config.kernels)
     parameters = found.parameters(Path(config.model))
     num_threads = (config.num_threads or usable_cores()) // ranks
-    shown = shown_here(config, found, device, dtype, tell) if check_kernels else unchecked(config)
+    shown = shown_here(config, found, device, dtype, tell, prover) if check_kernels else unchecked(config)
     config = shown.config
     kernels, replaced_ops = shown.repaired(select_kernels(config, found, device, dtype, num_threads, tell, beside))
     check_ranks(config, model, kernels, device, found.implementation)

@@ -64,7 +64,7 @@ FOLDERS = {
     "quire_engine.routing": {"contract", "cost_model"},
     "quire_engine.execution": {"*", "contract"},
     "quire_engine.links": {"contract", "execution.kv.pool_rows", "own_pauses", "plain_files"},
-    "quire_engine.process": {"*", "contract"},
+    "quire_engine.process": {"*", "contract", "tools.prover.ahead"},
     "quire_engine.tools": {"*", "contract", "execution", "demo"},
     "quire_engine.demo": set(),
     "quire_server.dialects": {"errors", "state", "answering", "text", "http", "engine", "metrics"},
@@ -138,6 +138,7 @@ TOPOLOGY = "quire_kernels.cpu.topology"  # standard library only; whoever counts
 READS_ENVIRONMENT = {
     "quire_server.settings.sources",
     "quire_engine.own_modules",  # PYTHONPATH is no setting of ours
+    "quire_engine.execution.prover_process",  # which hands all of it on to a child
 }
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "manager", "base", "impl", "common_utils", "misc"}
 

@@ -18,7 +18,7 @@ PRODUCT = tuple(name for name in modules() if not within(name, ("quire_bench", "
 THREADS = {"Thread", "ThreadPoolExecutor", "LoadThread"}
 TASKS = {"create_task", "begin"}
 DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-PROCESSES = {"Popen", "create_subprocess_exec"}
+PROCESSES = {"Popen", "create_subprocess_exec", "posix_spawn"}
 # Where processes are started, and which.
 STARTS = {
     "quire_server.engine.process": {"quire_engine.process"},
@@ -26,7 +26,7 @@ STARTS = {
     "quire_server.api_servers.process": {"quire_server.api_servers"},
     "quire_server.text.worker_process": {"template_worker.py", "grammar_worker.py"},
     "quire_server.text.tokenizer_process": {"tokenizer_worker.py"},
-    "quire_engine.execution.proven_paths": {"quire_engine.tools"},
+    "quire_engine.execution.prover_process": {"quire_engine.tools"},
     "quire_engine.execution.parallel.processes": {"quire_engine.process.rank"},
     "quire_engine.execution.parallel.devices": {"quire_engine.process.device_rank"},
 }

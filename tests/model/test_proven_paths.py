@@ -15,7 +15,8 @@ import torch
 from quire_engine.contract.config import EngineConfig, engine_config, for_later_engines
 from quire_engine.execution import proven_paths
 from quire_engine.execution.models.found import find_model
-from quire_engine.execution.proven_paths import asked_paths, shown_here, without_paths
+from quire_engine.execution.proven_paths import asked_paths, may_be_asked, shown_here, without_paths
+from quire_engine.execution.prover_process import ProverProcess, Stuck
 from quire_engine.execution.verdict import Verdict, verdict_of
 from quire_engine.tools.prover.workers import Broken, Patience, Watch, prove
 from quire_kernels.optional_paths import (
@@ -179,7 +180,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     asked = []
 
-    def ask(config, dtype, verdict, tell):
+    def ask(config, dtype, verdict, tell, prover):
         asked.append(verdict)
         return Verdict(ops_checked=True, possible=(DECODE_CHAIN, GRAPHS), paths={DECODE_CHAIN: "", GRAPHS: "wrong"})
 
@@ -226,6 +227,70 @@ def test_without_a_verdict_what_was_asked_for_stays(gpu, monkeypatch):
 
     monkeypatch.setattr(proven_paths, "_ask", ask)
     assert shown(quantization="int8") == tuple(name for name in NAMES if name != PACKED_WEIGHTS)
+
+
+def say_what_is_open() -> int:
+    """The question, and the descriptors of this process."""
+    question = sys.stdin.readline()
+    found = [number for number in range(100) if Path(f"/proc/self/fd/{number}").exists()]
+    os.write(1, json.dumps([question, found]).encode())
+    return 7
+
+
+def started(way: str, code: str = "") -> ProverProcess:
+    if way == "forked":
+        return ProverProcess.forked(say_what_is_open)
+    return ProverProcess.launched([sys.executable, "-c", code or SAYS])
+
+
+SAYS = "import json, sys; print(json.dumps([sys.stdin.readline(), [0, 1, 2]])); sys.exit(7)"
+
+
+@pytest.mark.parametrize("way", ["forked", "launched"])
+def test_a_prover_answers_once_and_has_nothing_of_its_parent(way):
+    signs = []
+    process = started(way)
+    reply, code = process.ask(b"what?\n", go_on=lambda: signs.append(1), every=60.0, longest=300.0)
+    assert (json.loads(reply), code, signs) == (["what?\n", [0, 1, 2]], 7, [1])
+    process.dismiss()  # which has nothing left to do
+
+
+@pytest.mark.parametrize("way", ["forked", "launched"])
+def test_a_prover_that_is_asked_nothing_ends(way):
+    process = started(way)
+    process.dismiss()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+
+
+def test_a_prover_that_is_stuck_is_killed_after_signs_of_life():
+    signs = []
+    process = started("launched", "import time; time.sleep(1000)")
+    with pytest.raises(Stuck, match="did not end within"):
+        process.ask(b"?\n", go_on=lambda: signs.append(1), every=0.05, longest=0.2)
+    assert len(signs) > 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+
+
+def test_a_prover_that_cannot_start_is_an_error_of_the_system():
+    with pytest.raises(FileNotFoundError):
+        ProverProcess.launched(["/no/such/program"])
+
+
+def test_a_prover_is_forked_only_where_a_start_may_ask_one(monkeypatch):
+    config = EngineConfig(model="/m", device="auto")
+    monkeypatch.setattr(proven_paths, "gpu_driver", lambda: "")
+    assert not may_be_asked(config), "no NVIDIA driver is loaded"
+    monkeypatch.setattr(proven_paths, "gpu_driver", lambda: "580.1")
+    assert may_be_asked(config)
+    for left in (
+        {"device": "cpu"},
+        {"trust_gpu_paths": True},
+        {"kernels": "reference"},
+        {"left_out_paths": ()},  # as the engine before has found
+    ):
+        assert not may_be_asked(replace(config, **left)), left
 
 
 def test_without_graphs_steps_have_the_same_results():

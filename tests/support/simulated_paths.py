@@ -31,7 +31,7 @@ from quire_engine.contract.config import EngineConfig
 from quire_engine.execution import proven_paths
 from quire_engine.execution.gpu.device import capture_on
 from quire_engine.execution.verdict import Verdict
-from quire_engine.tools.json_child import converse
+from quire_engine.tools.prover import ahead
 from quire_engine.tools.prover.work import Proof
 from quire_engine.tools.prover.workers import Patience, prove
 from quire_kernels.kernel_set import KernelSet
@@ -59,6 +59,7 @@ from support.simulated_gpus import Machine, OnTheCpu, asked, requests
 from support.simulated_kernels import SIMULATED
 
 CPU = torch.device("cpu")
+_converse = prover.main
 KINDS = ("wrong", "exception", "signal", "hang", "memory")
 Faults = Mapping[str, str]  # the kind, by path
 _OWN = (STORED_PRODUCTS, UNMASKED_PROMPTS, FUSED_GATE_UP, DECODE_CHAIN, DEPENDENT_LAUNCH, GRAPHS)
@@ -197,7 +198,8 @@ def _child(faults: Faults) -> int:
     prover.select_kernels = lambda config, *_: simulated_set(config.left_out_paths or (), faults)
     prover.CudaDevice = lambda _: FaultyDevice(faults)  # type: ignore[assignment, misc]
     prover.prove = partial(prove, wait=patient)
-    return converse(prover.answers)
+    with torch._C.DisableTorchFunction():  # that of the process it was forked from
+        return _converse()
 
 
 def _checked() -> Path:
@@ -218,6 +220,8 @@ def _find_gpu(faults: Faults) -> None:
 def _engine(faults: Faults, fd: str, parent: str) -> int:
     """The engine process of a server, on such a GPU."""
     _find_gpu(faults)
+    ahead.may_be_asked = lambda config: config.left_out_paths is None
+    prover.main = partial(_child, faults)  # of the process that is forked
     with OnTheCpu():
         engine_process.main(int(fd), int(parent))
     return 0

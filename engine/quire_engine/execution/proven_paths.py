@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from quire_engine.execution.kernel_checks import model_sizes, repaired
 from quire_engine.execution.models.config import ModelConfig
 from quire_engine.execution.models.found import FoundModel
 from quire_engine.execution.progress import Tell
+from quire_engine.execution.prover_process import ProverProcess, Stuck
 from quire_engine.execution.verdict import Verdict, verdict_of
 from quire_engine.machine import gpu_driver
 from quire_engine.own_modules import module_command
@@ -98,8 +98,24 @@ class Shown:
         return tuple(path.name for path in left_out)
 
 
-def shown_here(config: EngineConfig, found: FoundModel, device: torch.device, dtype: torch.dtype, tell: Tell) -> Shown:
-    """Find out what this GPU has shown, now or at an earlier start: not for a CPU, nor for models of others' code."""
+def may_be_asked(config: EngineConfig) -> bool:
+    """Whether a start with these settings may have to check a GPU: known without touching it."""
+    is_open = config.left_out_paths is None and not config.trust_gpu_paths
+    return is_open and config.device != "cpu" and config.kernels in _CHECKED and bool(gpu_driver())
+
+
+def shown_here(  # noqa: PLR0917 - what is known of a start before its kernels are chosen
+    config: EngineConfig,
+    found: FoundModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    tell: Tell,
+    prover: ProverProcess | None = None,
+) -> Shown:
+    """Find out what this GPU has shown, now or at an earlier start: not for a CPU, nor for models of others' code.
+
+    `prover`: a process that is ready to check; None: one is launched where it is needed.
+    """
     model = found.facts
     if not isinstance(model, ModelConfig) or config.trust_gpu_paths or not _is_checked(config, found, device, dtype):
         return unchecked(config)
@@ -111,7 +127,7 @@ def shown_here(config: EngineConfig, found: FoundModel, device: torch.device, dt
     if not verdict.is_complete:
         started = time.perf_counter()
         try:
-            verdict = _ask(config, dtype, verdict, tell)
+            verdict = _ask(config, dtype, verdict, tell, prover)
             _remember(path, verdict.lasting)
         except _NoVerdict as error:
             why_none = f"it could not be checked: {error}"
@@ -144,7 +160,9 @@ class _NoVerdict(Exception):
     """The child had none; the text says why."""
 
 
-def _ask(config: EngineConfig, dtype: torch.dtype, verdict: Verdict, tell: Tell) -> Verdict:
+def _ask(
+    config: EngineConfig, dtype: torch.dtype, verdict: Verdict, tell: Tell, prover: ProverProcess | None
+) -> Verdict:
     """The verdict of a child process. Raises _NoVerdict."""
     own = replace(config, faults=(), left_out_paths=None)
     asked = {
@@ -153,26 +171,16 @@ def _ask(config: EngineConfig, dtype: torch.dtype, verdict: Verdict, tell: Tell)
         "verdict": asdict(verdict),
         "patience": dict(PATIENCE),
     }
-    try:
-        with subprocess.Popen(_command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) as process:
-            return _read(_talk(process, json.dumps(asked).encode() + b"\n", tell), process.returncode)
-    except OSError as error:
-        raise _NoVerdict(str(error)) from None
 
-
-def _talk(process: subprocess.Popen[bytes], question: bytes, tell: Tell) -> bytes:
-    """The child's answer, once it has ended. Who waits for the start hears every few seconds that it goes on."""
-    given: bytes | None = question
-    end = time.monotonic() + _LONGEST
-    while True:
+    def go_on() -> None:
         tell("checking the kernels and the optional paths of this GPU", 0, 0)
-        try:
-            return process.communicate(given, timeout=_SIGN_SECONDS)[0]
-        except subprocess.TimeoutExpired:
-            given = None  # it has been told
-            if time.monotonic() > end:
-                process.kill()
-                raise _NoVerdict(f"its process did not end within {_LONGEST:g} seconds") from None
+
+    try:
+        process = prover or ProverProcess.launched(_command())
+        said = process.ask(json.dumps(asked).encode() + b"\n", go_on=go_on, every=_SIGN_SECONDS, longest=_LONGEST)
+    except (OSError, Stuck) as error:
+        raise _NoVerdict(str(error)) from None
+    return _read(*said)
 
 
 def _read(data: bytes, code: int) -> Verdict:

@@ -68,6 +68,7 @@ def main(fd: int, parent_pid: int) -> None:
     from quire_engine.engine import Engine  # noqa: PLC0415
     from quire_engine.process.loop import EngineLoop, Garbage  # noqa: PLC0415
     from quire_engine.process.pace import Pace  # noqa: PLC0415
+    from quire_engine.tools.prover.ahead import prover_ahead  # noqa: PLC0415
 
     _freeze()
     (start, *early), memory_fd, pool_fd = _receive_start(connection, decoder)
@@ -78,7 +79,8 @@ def main(fd: int, parent_pid: int) -> None:
 
         fail_start(start.faults)
     try:
-        built = build(start, memory_fd=memory_fd, pool_fd=pool_fd, tell=tell)
+        with prover_ahead(start) as prover:
+            built = build(start, memory_fd=memory_fd, pool_fd=pool_fd, prover=prover, tell=tell)
     except (ConfigError, ModelLoadError, OSError, MemoryError) as error:
         _fail_start(connection, error)
     engine = Engine(

@@ -76,5 +76,10 @@ class Worker:
         )
 
 
+def main() -> int:
+    """Answer the questions on stdin; return the exit code."""
+    return converse(answers)
+
+
 if __name__ == "__main__":
-    sys.exit(converse(answers))
+    sys.exit(main())
