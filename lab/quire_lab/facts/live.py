@@ -35,6 +35,7 @@ class Live:
         self.url, self.api_key = url.rstrip("/"), api_key
         self._keys = api_key, admin_key or api_key
         self._random = random.Random(time.time_ns())
+        self._firsts: list[int] = []  # first tokens of the next prompts
         self.block_size = int(self.label("quire_cache_config_info", "block_size"))
         self.max_model_len = int(self.label("quire_model_info", "max_model_len"))
 
@@ -83,8 +84,13 @@ class Live:
                 future.result()
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """A prompt that nothing has in its cache."""
-        return [self._random.randrange(*_FIRST_TOKENS) for _ in range(num_tokens)]
+        """A prompt that nothing has in its cache: no other one of the last few hundred begins with the same token.
+
+        Requests that begin alike, and are greedy, would share the blocks of their outputs.
+        """
+        if not self._firsts:
+            self._firsts = self._random.sample(range(*_FIRST_TOKENS), _FIRST_TOKENS[1] - _FIRST_TOKENS[0])
+        return [self._firsts.pop(), *(self._random.randrange(*_FIRST_TOKENS) for _ in range(num_tokens - 1))]
 
     # -- looking
 

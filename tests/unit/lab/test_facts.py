@@ -14,6 +14,7 @@ from quire_engine.cost_model import CostModel
 from quire_lab.facts import batching, memory
 from quire_lab.facts.__main__ import checks
 from quire_lab.facts.fact import Try, at_most, equal, near, not_shown, tried
+from quire_lab.facts.live import Live
 from quire_lab.facts.sharing import Saving, seconds_saved
 from quire_lab.facts.timing import (
     PoolLoad,
@@ -156,3 +157,11 @@ def test_seconds_saved_speak_against_a_cache_in_every_round_or_not_at_all() -> N
 def test_every_fact_of_the_documents_is_there() -> None:
     rows = re.findall(r"^\| (F[\d, F]+) \|", text("docs/measuring.md"), re.MULTILINE)
     assert {name for row in rows for name in row.split(", ")} == {name for names in checks(None) for name in names}
+
+
+def test_no_two_prompts_begin_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Live, "label", lambda *_: "16")
+    live = Live("http://127.0.0.1:1")
+    begins = [live.prompt(1)[0] for _ in range(448)]
+    assert len(set(begins)) == len(begins)
+    assert len(live.prompt(20)) == 20
