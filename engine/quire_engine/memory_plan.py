@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from quire_engine.contract.config import EngineConfig, EnginePlan
 from quire_engine.contract.errors import ConfigError
-from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.limits import SHARE_WINDOW_STEPS, SchedulerConfig, SchedulerLimits
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 CPU_POOL_SHARE = 0.25  # share of the memory that is free after loading, since other programs need some too
@@ -222,6 +222,7 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
         ),
     ]
     lines.append(("longest wait", _wait_text(scheduler)))
+    lines += _share_lines(limits)
     if quality:
         lines.append(("quality", quality))
     return "\n".join(f"{name:<17}{text}" for name, text in lines)
@@ -360,6 +361,18 @@ def _wait_text(config: SchedulerConfig) -> str:
         f"{prompt} tokens in, {output} out end within {alone:,} steps whatever comes later;"
         f" behind {others} such requests within {behind:,}"
     )
+
+
+def _share_lines(limits: SchedulerLimits) -> list[tuple[str, str]]:
+    """The least shares of the service classes, and the bound on what a class may lack of its share."""
+    least = limits.class_share
+    shares = {name: share for name, share in (("interactive", least.interactive), ("batch", least.batch)) if share}
+    if not shares:
+        return []
+    each = " and ".join(f"{name} {100 * share:.3g} %" for name, share in shares.items())
+    lacking = " and ".join(f"{limits.shortfall(share):,}" for share in shares.values())
+    text = f"{each} of the tokens while prompts of the class could use more; at most {lacking} less"
+    return [("class shares", f"{text} in {SHARE_WINDOW_STEPS} steps, as far as running streams leave room")]
 
 
 def _num_fitting(plan: EnginePlan, length: int) -> int:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from property.test_scheduler_machine import SchedulerMachine, has_entered
-from quire_engine.contract.limits import SchedulerConfig, VictimName
+from quire_engine.contract.limits import LeastShares, SchedulerConfig, VictimName
 from quire_engine.contract.types import DEADLINE_EXCEEDED, GenerationRequest
 from quire_engine.scheduling.sequence import Group
 from support.limits import scheduler_config
@@ -25,6 +25,7 @@ from support.simulated_tenants import OUTPUT_COST, PROMPT_COST, Arrival, Machine
 NUM_EXAMPLES = 30
 NUM_STEPS = 40
 NUM_RUNS = 8
+SHARES = tuple(LeastShares(interactive=i, batch=b) for i, b in ((0, 0), (0, 0.1), (0.5, 0.5), (0.9, 0.1)))
 
 
 @st.composite
@@ -34,7 +35,7 @@ def fair_configs(draw: st.DrawFn) -> SchedulerConfig:
         config.limits,
         scheduling_policy=draw(st.sampled_from(["fcfs", "wfq", "wfq"])),
         preemption_victim=draw(st.sampled_from(get_args(VictimName))),
-        batch_min_share=draw(st.sampled_from([0.0, 0.1, 0.5])),
+        class_share=draw(st.sampled_from(SHARES)),
         max_consecutive_chunks=draw(st.integers(0, 3)),
     )
     return dataclasses.replace(config, limits=limits)

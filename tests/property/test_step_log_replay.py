@@ -20,7 +20,7 @@ import pytest
 
 from property.test_speculation import Guesses, Verifier
 from quire_engine.contract.block_store import BlockStore
-from quire_engine.contract.limits import AdmissionName, PolicyName, SchedulerConfig, VictimName
+from quire_engine.contract.limits import AdmissionName, LeastShares, PolicyName, SchedulerConfig, VictimName
 from quire_engine.contract.types import BeamParams, GenerationRequest, StepOutput
 from quire_engine.engine import Engine
 from quire_engine.scheduling.scheduler import Scheduler
@@ -34,6 +34,7 @@ from support.scheduler_model import feasible
 
 Line = dict[str, Any]
 NUM_RUNS = 12  # of each kind; `make property-test` does many times as many
+SHARES = tuple(LeastShares(interactive=i, batch=b) for i, b in ((0, 0), (0, 0.1), (0.5, 0.5)))  # of the classes
 PLAN = ("step_id", "slices", "copies", "swaps", "decisions", "running", "waiting", "blocks_used", "starved", "beams")
 
 
@@ -91,7 +92,7 @@ class Traffic:
             enable_prefix_caching=dice.random() < 0.9,
             preemption_victim=dice.choice(get_args(VictimName)),
             admission=dice.choice(get_args(AdmissionName)),
-            batch_min_share=dice.choice([0.0, 0.1, 0.5]),
+            class_share=dice.choice(SHARES),
             max_consecutive_chunks=dice.randint(0, 3),
             num_host_blocks=dice.choice([0, 0, 8, 24]),
             swap_seconds=dice.choice([0.0, 0.0, 0.001]),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits, scheduler_limits
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
@@ -194,7 +194,7 @@ def engine_config(plain: Mapping[str, Any]) -> EngineConfig:
     """The configuration from the JSON form of `dataclasses.asdict`."""
     faults = tuple(Fault(**fault) for fault in plain.get("faults", ()))
     ignored, left_out = tuple(plain.get("ignore_config_keys", ())), plain.get("left_out_paths")
-    limits = SchedulerLimits(**plain["limits"])
+    limits = scheduler_limits(plain["limits"])
     transfer = plain.get("kv_transfer")
     made = {
         "ignore_config_keys": ignored,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal, Self
 
 from quire_engine.contract.errors import ConfigError
 from quire_engine.contract.kv_groups import KVGroup, Window, kv_groups, most_blocks
@@ -30,6 +31,54 @@ def first_claim(max_num_batched_tokens: int, max_num_seqs: int, prefill_chunk: i
     return min(max(16, share), prefill_chunk)
 
 
+SHARE_WINDOW_STEPS = 128  # about as many steps make up the window in which shares of classes are kept
+_SHARES_FORM = "expected interactive=SHARE,batch=SHARE, such as interactive=0.7,batch=0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastShares:
+    """The least share of the useful tokens that each service class gets while it has more to compute."""
+
+    interactive: float = 0.0
+    batch: float = 0.1
+
+    def __str__(self) -> str:
+        return f"interactive={self.interactive:.12g},batch={self.batch:.12g}"
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        """The shares from a text such as interactive=0.7,batch=0.1, or a mapping; a class left out keeps its default.
+
+        Raises ConfigError where it has another form. `problem` judges the numbers.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            pairs = [part.partition("=")[::2] for part in value.split(",")]
+            given = {name.strip(): text.strip() for name, text in pairs}
+            is_clear = len(given) == len(pairs)
+        else:
+            given, is_clear = (dict(value), True) if isinstance(value, Mapping) else ({}, False)
+        if not is_clear or not given or not given.keys() <= {one.name for one in fields(cls)}:
+            raise ConfigError(_SHARES_FORM)
+        try:
+            return cls(**{name: float(share) for name, share in given.items()})
+        except (TypeError, ValueError):
+            raise ConfigError(_SHARES_FORM) from None
+
+    @property
+    def problem(self) -> str | None:
+        """The rule that the shares break, or None."""
+        for one in fields(self):
+            if not 0 <= getattr(self, one.name) <= 1:
+                return f"the share {one.name}={getattr(self, one.name):g} must be 0 to 1"
+        if self.batch > 0.5:
+            return f"the share batch={self.batch:g} must be at most 0.5: interactive requests go first"
+        if self.interactive + self.batch > 1 + 1e-9:
+            return f"the shares add up to {self.interactive + self.batch:g}, must be at most 1 together"
+        return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
     """One field for each limit; those that are settings have the name of their flag. Defaults stand here alone."""
@@ -48,7 +97,7 @@ class SchedulerLimits:
     step_log: int = field(default=4096, metadata=_MAY_BE_0)  # steps remembered with their reasons; 0: none
     preemption_victim: VictimName = "least-lost"
     admission: AdmissionName = "expected"  # the growth that counts when a group enters
-    batch_min_share: float = field(default=0.1, metadata=_MAY_BE_0)  # share of the tokens for batch requests that wait
+    class_share: LeastShares = field(default_factory=LeastShares)
     max_loras: int = 1  # adapters of the sequences that run at once
     max_consecutive_chunks: int = field(default=2, metadata=_MAY_BE_0)  # of one prompt while others wait; 0: any
 
@@ -71,10 +120,8 @@ class SchedulerLimits:
                 f" max_num_batched_tokens ({self.max_num_batched_tokens}): all of them advance in each step;"
                 f" set max_num_batched_tokens to {needed} or more{fewer}"
             )
-        if self.batch_min_share > 0.5:
-            raise ConfigError(
-                f"batch_min_share is {self.batch_min_share}, must be at most 0.5: interactive requests go first"
-            )
+        if self.class_share.problem is not None:
+            raise ConfigError(f"class_share is {self.class_share}: {self.class_share.problem}")
         if self.min_chunk > self.prefill_chunk:
             raise ConfigError(
                 f"prefill_chunk ({self.prefill_chunk}) is smaller than min_chunk ({self.min_chunk}), the oldest"
@@ -105,6 +152,19 @@ class SchedulerLimits:
         `scheduling.policies.ElderRule` explains why it holds.
         """
         return self.elder_age_steps + 3 * work + earlier_work
+
+    def shortfall(self, share: float, num_steps: int = SHARE_WINDOW_STEPS) -> int:
+        """Tokens that a class may lack of its share of `num_steps` steps in which it always has more to compute.
+
+        `scheduling.shares.ClassShares` says of which steps it holds, and why.
+        """
+        return math.ceil((1 + num_steps / SHARE_WINDOW_STEPS) * share * self.max_num_batched_tokens)
+
+
+def scheduler_limits(plain: Mapping[str, Any]) -> SchedulerLimits:
+    """The limits from the JSON form of `dataclasses.asdict`. Raises ConfigError, and TypeError for an unknown name."""
+    shares = {"class_share": LeastShares.parse(plain["class_share"])} if "class_share" in plain else {}
+    return SchedulerLimits(**{**plain, **shares})
 
 
 LIMIT_NAMES = tuple(limit.name for limit in fields(SchedulerLimits))

@@ -12,8 +12,8 @@ One step, `Planner.plan`, assigns `max_num_batched_tokens` tokens:
     `PromptTurns` defers;
  7. `Admission.admit`: waiting groups enter, resumed ones first, then in the queue policy's order, with their first
     chunk, while slots, budget and blocks last; a blocked group is overtaken at most `max_bypasses` times; after a
-    preemption no group enters;
- 8. `_assign_rest`: tokens that are still unassigned go to the prompts;
+    preemption no group enters; a class that is due has all it can use before a group of the other one enters;
+ 8. `_assign_rest`: tokens that are still unassigned go to the prompts, first to those of the class that goes first;
  9. `Assigner.assign`, in all of these: blocks are reserved before tokens are assigned; if blocks are short,
     `Preemptor` preempts the victim policy's choice, never the elder, or the group itself;
 10. `Admission.note_kv_wait`: counts the time that the group at the queue's head waits for blocks.
@@ -64,7 +64,7 @@ class Planner:
         self._columns = columns
         is_fair = limits.scheduling_policy == "wfq"
         self.accounts = Accounts(of_everyone=is_fair)
-        self._classes = ClassShares(limits.batch_min_share)
+        self._classes = ClassShares(limits.class_share)
         self._turns = PromptTurns(limits.max_consecutive_chunks, self._classes, by_account=is_fair)
         shares = (
             TenantShares(roster, self.accounts, max_num_seqs=limits.max_num_seqs, num_blocks=kv.num_blocks)
@@ -99,7 +99,7 @@ class Planner:
             self._serve_elder(self.elder, plan, now)
         prefilling = self._serve_decodes(plan)
         if prefilling or self._roster.waiting:
-            plan.limit(self._policies.itl.prompt_tokens(plan.num_streams))
+            plan.limit(self._policies.itl.prompt_tokens(self._num_streams(plan, prefilling)))
         num_partial = self._serve_prefills(prefilling, plan)
         if self._roster.waiting:
             prefilling += self.admission.admit(plan, num_partial, now)
@@ -190,6 +190,16 @@ class Planner:
         plan.end_decodes()
         return others
 
+    def _num_streams(self, plan: StepPlan, prefilling: list[Group]) -> int:
+        """Streams that the step's prompts may not delay: none if all are batch's, and interactive prompts are due."""
+        if self._classes.due != "interactive":
+            return plan.num_streams
+        interactive = (group for group in self._roster.running if not group.is_batch)
+        if any(s.num_output_tokens for group in interactive for s in group.sequences):
+            return plan.num_streams
+        queues = [queue for queue in (prefilling, self._roster.waiting) if queue]
+        return 0 if any(not queue[0].is_batch for queue in queues) else plan.num_streams
+
     def _serve_prefills(self, groups: list[Group], plan: StepPlan) -> int:
         """Assign chunks of unfinished prompts; returns how many groups besides the elder stay unfinished."""
         for group in self._turns.first(groups, self._roster.waiting):
@@ -200,7 +210,7 @@ class Planner:
 
     def _assign_rest(self, groups: list[Group], plan: StepPlan) -> None:
         """Assign the rest of the budget to prompts. Blocks were taken when they entered, except those of windows."""
-        for group in groups:
+        for group in sorted(groups, key=self._classes.goes_first, reverse=True):
             if group.state == "running":
                 self._assigner.assign_chunks(group, plan, others=False)
 
@@ -257,7 +267,7 @@ class Admission:
         without_room: list[Group] = []  # groups whose adapter waits for the end of another's use
         visited: list[Group] = []  # groups that might have entered
         is_turn_over = False  # one of those has been overtaken often enough: no group with an adapter enters
-        queue = self._by_class()
+        queue = self._by_class(plan)
         if closed is not None or plan.budget == 0:
             self._let_all_wait(queue, closed or "budget", visited, plan)
             return entered
@@ -339,16 +349,25 @@ class Admission:
             self._kv_blocked.note_kv_wait(now - self._kv_blocked_since)
         self._kv_blocked, self._kv_blocked_since = blocked, now
 
-    def _by_class(self) -> Iterator[Group]:
+    def _by_class(self, plan: StepPlan) -> Iterator[Group]:
         """All waiting groups, class by class: resumed ones at the head, then the others in the queue policy's order.
 
-        A resumed group has entered before, in an engine that is gone; no policy of entering holds it up again.
+        A resumed group has entered before, in an engine that is gone; no policy of entering holds it up again. Before
+        the other class comes, the running prompts of a class that is due get all the tokens that they can take.
         """
-        for part in self._classes.parts(self._roster.waiting):
-            resumed = list(takewhile(lambda group: group.is_resumed, part))
-            others = part[len(resumed) :] if resumed else part
-            yield from resumed
-            yield from self._queue.arrange(others, self.num_cached_tokens)
+        first, other = self._classes.parts(self._roster.waiting)
+        yield from self._arranged(first)
+        if other and self._classes.due is not None:
+            for group in [group for group in self._roster.running if self._classes.goes_first(group)]:
+                self._assigner.fill(group, plan)
+        yield from self._arranged(other)
+
+    def _arranged(self, part: list[Group]) -> Iterator[Group]:
+        """The waiting groups of one class in the order in which they may enter."""
+        resumed = list(takewhile(lambda group: group.is_resumed, part))
+        others = part[len(resumed) :] if resumed else part
+        yield from resumed
+        yield from self._queue.arrange(others, self.num_cached_tokens)
 
     def _may_begin(self, group: Group, plan: StepPlan) -> bool:
         """Whether the group's own side (class and account) has begun fewer prompts than it may."""
@@ -462,10 +481,10 @@ class PromptTurns:
     """Defers some of the running prompts, so that others get the step's prompt tokens first.
 
     A prompt is deferred for one step after `max_consecutive_chunks` chunks in a row, if another prompt of its class and
-    account is running or waiting. A batch prompt is deferred for interactive ones, unless batch work is below its
-    share. Under fair queueing a prompt is deferred for waiting groups of other accounts that have been charged no more,
-    and for running prompts of other accounts that have fewer tokens left. Tokens that remain in the step go to the
-    deferred prompts. The elder's claim is not affected.
+    account is running or waiting. A prompt is deferred for those of the class that goes first: interactive, unless
+    batch work is below its share. Under fair queueing a prompt is deferred for waiting groups of other accounts that
+    have been charged no more, and for running prompts of other accounts that have fewer tokens left, all of its class.
+    Tokens that remain in the step go to the deferred prompts. The elder's claim is not affected.
     """
 
     def __init__(self, max_consecutive_chunks: int, classes: ClassShares, *, by_account: bool) -> None:
@@ -490,19 +509,22 @@ class PromptTurns:
         if is_over and any(self._is_like(other, group) for other in chain(prefilling, waiting)):
             return True
         queues = [queue for queue in (prefilling, waiting) if queue]  # batch last in each
-        if group.is_batch != self._classes.is_due:
-            goes_before = any(queue[-1].is_batch if self._classes.is_due else not queue[0].is_batch for queue in queues)
+        if not self._classes.goes_first(group):
+            goes_before = any(self._classes.goes_first(queue[end]) for queue in queues for end in (0, -1))
             if goes_before:
                 return True
-        if not self._by_account:
-            return False
-        others = [other for other in prefilling if other.account is not group.account]
-        if any(_tokens_left(other) < _tokens_left(group) for other in others):
-            return True
         own = group.account
-        return own is not None and any(
+        if not self._by_account or own is None:
+            return False
+        if any(
+            other.account is not own and other.is_batch == group.is_batch and _tokens_left(other) < _tokens_left(group)
+            for other in prefilling
+        ):
+            return True
+        return any(
             other.account is not None and other.account is not own and other.account.goes_before(own)
             for other in waiting
+            if other.is_batch == group.is_batch
         )
 
     def _is_like(self, other: Group, group: Group) -> bool:
@@ -562,6 +584,18 @@ class Assigner:
             size = self._chunk.size(pending=pending, planned=planned, budget=plan.budget, others=others)
             if size > 0 and not self.assign(sequence, size, plan):
                 return
+
+    def fill(self, group: Group, plan: StepPlan) -> None:
+        """Assign all that is left of the budget to a group's unfinished prompt, as far as blocks are free for it."""
+        if not self.stays_partial(group, plan):
+            return
+        for sequence in group.computing:
+            planned = plan.slices.get(sequence, 0)
+            pending = group.pending(sequence) - planned
+            size = self._chunk.size(pending=pending, planned=planned, budget=plan.budget, others=False)
+            end = sequence.kv.num_computed + planned + size
+            if size > 0 and self._kv.reserve_cost(sequence, end) <= self._kv.num_available:
+                self.assign(sequence, size, plan)
 
     def first_chunk(self, pending: int, plan: StepPlan) -> int:
         """The size of the first chunk of a group that enters with `pending` tokens to compute."""

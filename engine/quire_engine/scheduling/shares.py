@@ -1,4 +1,4 @@
-"""Shares of the machine: of seats and blocks for each tenant, and of tokens for batch requests.
+"""Shares of the machine: of seats and blocks for each tenant, and of tokens for each service class.
 
 A tenant's share is lent while the tenant does not want it, and given back when it does. Without shares, long outputs of
 one tenant would fill the pool, and short requests of another would wait for their ends.
@@ -10,6 +10,8 @@ from bisect import bisect_left
 from collections.abc import Sequence as Values
 from itertools import chain, takewhile
 
+from quire_engine.contract.limits import SHARE_WINDOW_STEPS, LeastShares
+from quire_engine.contract.types import ServiceClass
 from quire_engine.scheduling.account import Account
 from quire_engine.scheduling.fairness import Accounts
 from quire_engine.scheduling.roster import Roster
@@ -82,34 +84,63 @@ class TenantShares:
         return sum(len(group.sequences) for group in own), sum(group.num_held_blocks for group in own)
 
 
-WINDOW_STEPS = 128  # about as many steps make up the window of the share
 MAX_CLASS_PREEMPTIONS = 4  # per group: after them it is not preempted for its class
 
 
 class ClassShares:
-    """Service classes: interactive requests go first; batch requests get the rest, and at least their share.
+    """Service classes: interactive requests go first, and each class gets its least share of the useful tokens.
 
-    Queues come in the order of `ByClass`, batch last. Without batch requests nothing changes. A batch group is
-    preempted for interactive ones only while batch has its share, and at most `MAX_CLASS_PREEMPTIONS` times.
+    Useful tokens are all but those that are computed again after a preemption. They are counted in decaying sums, about
+    the last W = `SHARE_WINDOW_STEPS` steps, while batch requests run or wait. A class with less than its share of the
+    sums is due and goes first; if none is, interactive does. As the shares add up to 1 at most, both are never due at
+    once. A batch group is preempted for interactive ones only while batch has its share, and at most
+    `MAX_CLASS_PREEMPTIONS` times. Without batch requests nothing changes.
+
+    A step is short for a class if it leaves out prompt tokens of the class that it could have computed: a running
+    prompt gets less than it has left and less than `prefill_chunk`, or a group waits for the step's budget alone. While
+    a class is due, a step that is short for it computes nothing of the other class but its decodes and at most 2 C
+    prompt tokens, with C = `min_chunk`: the claim of the elder, and a rest too small for a prompt to enter with. For
+    the due class's groups enter first, and its running prompts get all that they can take before others get any.
+
+    The bound. Of a step's a useful tokens o are those of a class with the share s, x those of the other one. After the
+    step the class is owed d = (1 - 1/W) d' + s a - o, where d' is what it was owed before, and it is due if d > 0.
+    Take N steps that are all short for the class, from one on before which d' >= 0: it was due, or batch requests have
+    just come. Then it gets at least s times the useful tokens of these steps, less (1 + N/W) (s M + E). M is
+    `max_num_batched_tokens`. E is what streams have taken: the sum of x - (1 - s) a over the steps in which the other
+    class's decodes and 2 C are more than 1 - s of the step; where they leave room, E is 0.
+
+    Proof, for E = 0. While the class is due, s a - o = x - (1 - s) a <= 0: d falls, and up to the first step with
+    d <= 0 the class has had its share. That step has s a - o <= d. Afterwards d <= s M, since only a step before which
+    d' <= 0 raises it, by s a at most. So s a - o, which is d - d' + d'/W, sums up to s M + N/W s M over the later
+    steps, less the d that they began with, which is no more than what the first steps have given beyond the share.
+    Each x - (1 - s) a > 0 raises d, and all that follows, by as much.
+
+    Not promised: tokens in place of the other class's running streams, which never pause; steps that the class cannot
+    use, since it waits for blocks, a slot, a place among the partly computed prompts, an adapter, a prefix or its
+    tenant's quota; a class that had more than its share in the last steps waits until the sums have forgotten it.
     """
 
-    def __init__(self, min_share: float) -> None:
-        self.is_due = False  # whether batch requests have had less than their share
-        self._min_share = min_share
+    def __init__(self, least: LeastShares) -> None:
+        self.due: ServiceClass | None = None  # the class that has had less than its share
+        self._least = least
         self._all = 0.0  # useful tokens of the last steps, in a decaying sum
         self._batch = 0.0
 
-    def parts(self, waiting: list[Group]) -> list[list[Group]]:
-        """The queue by class, in the order of admission."""
-        if not waiting or not waiting[-1].is_batch:
-            return [waiting]
-        middle = bisect_left(waiting, True, key=lambda group: group.is_batch)
-        interactive, batch = waiting[:middle], waiting[middle:]
-        return [batch, interactive] if self.is_due else [interactive, batch]
+    def goes_first(self, group: Group) -> bool:
+        """Whether the group is of the class that goes first."""
+        return group.is_batch == (self.due == "batch")
+
+    def parts(self, waiting: list[Group]) -> tuple[list[Group], list[Group]]:
+        """The queue of the class that goes first, and that of the other."""
+        interactive, batch = waiting, list[Group]()
+        if waiting and waiting[-1].is_batch:
+            middle = bisect_left(waiting, True, key=lambda group: group.is_batch)
+            interactive, batch = waiting[:middle], waiting[middle:]
+        return (batch, interactive) if self.due == "batch" else (interactive, batch)
 
     def victims(self, group: Group, running: Values[Group], elder: Group | None) -> list[Group]:
         """The batch groups that may be preempted for a waiting interactive group, the last one first."""
-        if self.is_due or group.is_batch:
+        if self.due == "batch" or group.is_batch:
             return []
         batch = takewhile(lambda other: other.is_batch, reversed(running))
         return [other for other in batch if other is not elder and other.num_class_preemptions < MAX_CLASS_PREEMPTIONS]
@@ -118,7 +149,7 @@ class ClassShares:
         """Add a step's tokens to the shares, without tokens that are computed again; `batch_rows`: of the columns."""
         if not any(queue and queue[-1].is_batch for queue in (running, waiting)):
             self._all = self._batch = 0.0
-            self.is_due = False
+            self.due = None
             return
         batch, total = batch_rows, plan.num_rows
         for sequence, num_tokens in plan.slices.items():
@@ -128,7 +159,11 @@ class ClassShares:
             total += useful
             if group.is_batch:
                 batch += useful
-        keep = 1 - 1 / WINDOW_STEPS
+        keep = 1 - 1 / SHARE_WINDOW_STEPS
         self._all = self._all * keep + total
         self._batch = self._batch * keep + batch
-        self.is_due = self._batch < self._min_share * self._all
+        if self._batch < self._least.batch * self._all:
+            self.due = "batch"
+        else:
+            is_short = self._all - self._batch < self._least.interactive * self._all
+            self.due = "interactive" if is_short else None

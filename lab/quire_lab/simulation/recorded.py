@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.contract.errors import ConfigError
-from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits
+from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits, scheduler_limits
 from quire_engine.cost_model import StepSizes
 from quire_lab.simulation.fitting import Sample
 
@@ -145,7 +145,7 @@ def _config(plain: Mapping[str, Any], path: Path) -> tuple[SchedulerConfig, tupl
             **{name: plain[name] for name in ("num_blocks", "max_model_len")},
             **{name: plain[name] for name in ("plans_ahead", "num_host_blocks", "swap_seconds") if name in plain},
             windows=tuple(plain.get("windows", (None,))),
-            limits=SchedulerLimits(**{name: value for name, value in limits.items() if name in known}),
+            limits=scheduler_limits({name: value for name, value in limits.items() if name in known}),
         )
         config.check()
     except (TypeError, KeyError) as error:

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from quire_engine.contract.errors import ConfigError
-from quire_engine.contract.limits import LIMIT_NAMES, PolicyName, SchedulerConfig, SchedulerLimits, first_claim
+from quire_engine.contract.limits import (
+    LIMIT_NAMES,
+    LeastShares,
+    PolicyName,
+    SchedulerConfig,
+    SchedulerLimits,
+    first_claim,
+)
 from quire_engine.cost_model import UNIT_STEPS, CostModel
 
 MatchName = Literal["whole", "blocks", "radix"]
@@ -80,8 +87,9 @@ class Setup:
         return made.with_settings([("num_blocks", ranks * self.scheduler.num_blocks)]) if pools else made
 
     def settings(self) -> dict[str, Any]:
-        """All settings that `with_settings` can change, by name."""
+        """All settings that `with_settings` can change, by name; shares of classes as a text."""
         limits = {one.name: getattr(self.scheduler.limits, one.name) for one in fields(SchedulerLimits)}
+        limits["class_share"] = str(self.scheduler.limits.class_share)
         pool = {name: getattr(self.scheduler, name) for name in _POOL_NAMES}
         return {**limits, **pool, **{name: getattr(self, name) for name in (*_QUEUE_NAMES, "speculation")}}
 
@@ -123,6 +131,8 @@ def _typed(name: str, value: object, like: object) -> object:
     """The value in the type of the setting. Raises ConfigError."""
     if isinstance(like, tuple):
         return _windows(name, value)
+    if isinstance(like, LeastShares):
+        return LeastShares.parse(value)
     if not isinstance(value, str):
         return value
     try:

@@ -59,7 +59,7 @@ def batch_service(state: ServerState, app: ASGIApp, *, max_line_bytes: int) -> B
     server = Server(
         send=send,
         num_seats=num_seats,
-        least_seats=lambda: max(1, int(limits.batch_min_share * num_seats())),
+        least_seats=lambda: max(1, int(limits.class_share.batch * num_seats())),
         is_live=lambda: any(
             each.service_class == "interactive" for model in state.every for each in model.client.live()
         ),

@@ -26,6 +26,7 @@ from quire_engine.contract.limits import LIMIT_NAMES, PolicyName, SchedulerLimit
 from quire_engine.contract.types import MAX_LOGPROBS
 from quire_server.settings.values import (
     BlockSize,
+    ClassShare,
     Count,
     JsonObject,
     LogprobLimit,
@@ -216,6 +217,11 @@ class EngineFields(BaseModel):
     )
     preemption_victim: VictimName = option(
         LIMITS.preemption_victim, "Scheduling", "which request is preempted when memory runs out"
+    )
+    class_share: ClassShare = option(
+        LIMITS.class_share,
+        "Scheduling",
+        "least share of the tokens for a class that has more to compute, such as interactive=0.7,batch=0.1",
     )
     async_scheduling: AsyncScheduling = option(
         "auto",

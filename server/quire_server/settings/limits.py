@@ -44,7 +44,7 @@ REMOVED: Mapping[str, str] = {
     f" {_STEPS.min_chunk} tokens at least",
     "max_bypasses": f"a request that waits for memory is overtaken at most {_STEPS.max_bypasses} times",
     "elder_age_steps": f"a request is overdue {_STEPS.elder_age_steps} steps after it could have been done",
-    "batch_min_share": f"batch requests get at least {_STEPS.batch_min_share:.0%} of the computed tokens",
+    "batch_min_share": "--class-share batch=SHARE has it, and the share of interactive requests",
     "max_consecutive_chunks": "a long prompt goes before others that wait for at most"
     f" {_STEPS.max_consecutive_chunks} steps in a row",
     "step_log": f"the last {_STEPS.step_log} steps are remembered with their reasons, for /debug",

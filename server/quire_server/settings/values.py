@@ -15,6 +15,8 @@ from pydantic.config import JsonDict
 from pydantic_settings import NoDecode
 
 from quire_engine.contract.config import SPECULATIONS, draft_model
+from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.limits import LeastShares
 from quire_engine.contract.types import MAX_LOGPROBS
 from quire_server.settings.sources import SettingsError
 
@@ -205,12 +207,23 @@ def _check_speculation(value: str) -> str:
     return value
 
 
+def _parse_shares(value: object) -> LeastShares:
+    try:
+        shares = LeastShares.parse(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    if shares.problem is not None:
+        raise ValueError(shares.problem)
+    return shares
+
+
 def _check_block_size(size: int) -> int:
     if size not in {16, 32, 64, 128, 256}:
         raise ValueError("block sizes are 16, 32, 64, 128 or 256 tokens; 16 suits most models")
     return size
 
 
+ClassShare = Annotated[LeastShares, NoDecode, BeforeValidator(_parse_shares)]
 Speculation = Annotated[str, AfterValidator(_check_speculation)]
 Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
 Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_origins)]

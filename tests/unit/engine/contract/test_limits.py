@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from quire_engine.contract.errors import ConfigError, InfeasibleRequest
-from quire_engine.contract.limits import LIMIT_NAMES, SchedulerConfig, SchedulerLimits
+from quire_engine.contract.limits import LIMIT_NAMES, LeastShares, SchedulerConfig, SchedulerLimits, scheduler_limits
 from quire_engine.contract.types import GenerationRequest
 from quire_engine.scheduling.gate import check_request
 from support.fake_executor import request
@@ -56,6 +56,47 @@ def test_impossible_limits_are_refused(change: dict[str, float], words: str) -> 
         scheduler_config(**{"num_blocks": 60, **change}).check()
 
 
+@pytest.mark.parametrize(
+    ("given", "interactive", "batch"),
+    [
+        ("interactive=0.7,batch=0.1", 0.7, 0.1),
+        (" batch = 0.25 ", 0.0, 0.25),
+        ("interactive=1,batch=0", 1.0, 0.0),
+        ({"interactive": 0.6, "batch": 0.4}, 0.6, 0.4),
+        (LeastShares(batch=0.2), 0.0, 0.2),
+    ],
+)
+def test_shares_of_classes_are_read(given: object, interactive: float, batch: float) -> None:
+    shares = LeastShares.parse(given)
+    assert shares == LeastShares(interactive=interactive, batch=batch) == LeastShares.parse(str(shares))
+    assert shares.problem is None
+    limits = dataclasses.replace(LIMITS, class_share=shares)
+    assert scheduler_limits(dataclasses.asdict(limits)) == limits
+
+
+@pytest.mark.parametrize("given", ["", "0.7", "interactive", "chat=0.7", "batch=much", "batch=0.1,batch=0.2", 0.7, {}])
+def test_shares_of_another_form_are_refused_with_the_right_one(given: object) -> None:
+    with pytest.raises(
+        ConfigError, match=r"expected interactive=SHARE,batch=SHARE, such as interactive=0\.7,batch=0\.1"
+    ):
+        LeastShares.parse(given)
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        ("interactive=1.5", "share interactive=1.5 must be 0 to 1"),
+        ("interactive=nan", "share interactive=nan must be 0 to 1"),
+        ("batch=-0.1", "share batch=-0.1 must be 0 to 1"),
+        ("batch=0.6", "share batch=0.6 must be at most 0.5"),
+        ("interactive=0.8,batch=0.4", "the shares add up to 1.2, must be at most 1"),
+    ],
+)
+def test_impossible_shares_are_refused(shares: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        scheduler_config(num_blocks=60, class_share=LeastShares.parse(shares)).check()
+
+
 def test_the_smallest_sufficient_budget_is_accepted() -> None:
     SchedulerLimits(max_num_batched_tokens=80).check()
     SchedulerLimits(max_num_batched_tokens=79, max_num_seqs=63).check()
@@ -67,7 +108,7 @@ def test_zero_is_accepted_where_it_means_something() -> None:
 
 def test_every_number_has_a_least_value() -> None:
     for name in LIMIT_NAMES:
-        if isinstance(getattr(LIMITS, name), bool | str):
+        if isinstance(getattr(LIMITS, name), bool) or not isinstance(getattr(LIMITS, name), int | float):
             continue
         with pytest.raises(ConfigError, match=f"{name} is -1"):
             dataclasses.replace(LIMITS, **{name: -1}).check()

@@ -291,6 +291,7 @@ def test_engine_config_takes_every_engine_setting():
         "enable_prefix_caching": False,
         "scheduling_policy": "priority",
         "preemption_victim": "youngest",
+        "class_share": {"interactive": 0.5, "batch": 0.25},
         "num_threads": 2,
         "async_scheduling": "on",
         "speculation": "suffix",
