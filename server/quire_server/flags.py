@@ -34,6 +34,7 @@ from quire_server.settings import (
 )
 from quire_server.settings.keys import key_file, readable_by_others
 from quire_server.settings.migration import LLAMA_SERVER, OLLAMA, Translation, adopt, variables_line
+from quire_server.settings.node_fields import NodeFields
 from quire_server.settings.sources import check_admin_keys, check_keys, environment_names, service_link_warnings
 from quire_server.settings.values import Kinds, plain_words, synonym_of
 from quire_server.settings.vllm import (
@@ -53,7 +54,7 @@ SERVE, ENGINE = "quire serve", "quire engine"
 _OF_ENGINES = {field.name for field in fields(EngineConfig)} - {"role"} | {*LIMIT_NAMES}
 _OF_FRONTS_TOO = {"model", "tokenizer", "generation_config", "ignore_config_keys", "model_impl", "enable_lora"}
 _OF_LINKS = {"cluster_key_file", "engine_tls_cert", "engine_tls_key", "engine_tls_ca"}
-_OF_NODES_ALONE = {"listen", "metrics_listen", "kv_listen", "kv_address", "kv_transport", "kv_trust_network", "role"}
+_OF_NODES_ALONE = {*NodeFields.model_fields}
 _OF_NODES = {
     *(_OF_ENGINES - {"replicas"} | _OF_LINKS | _OF_NODES_ALONE | {"revision", "download_dir"}),
     *("drain_timeout", "max_engine_restarts", "engine_hang_timeout", "log_level", "log_format"),
@@ -290,17 +291,19 @@ def _check_program(prog: str, given: Collection[str], settings: Settings) -> Non
     if prog != ENGINE:
         useless |= flags & _OF_NODES_ALONE
     if useless:
-        raise SettingsError(*(f"{flag_name(name)} {_USELESS.get(name, why)}" for name in sorted(useless)))
+        raise SettingsError(
+            *(f"{flag_name(name)} {_of_the_node(name) if name in _OF_NODES_ALONE else why}" for name in sorted(useless))
+        )
 
 
-_USELESS = {
-    "listen": "is of `quire engine`; this server listens on --host and --port",
-    "metrics_listen": "is of `quire engine`; this server has /metrics on --host and --port",
-    "kv_listen": "is of `quire engine`",
-    "kv_address": "is of `quire engine`",
-    "kv_transport": "is of `quire engine`",
-    "kv_trust_network": "is of `quire engine`",
-    "role": "is of `quire engine`",
+def _of_the_node(name: str) -> str:
+    """What to tell a server that got a node's own flag."""
+    return f"is of `quire engine`{_HERE.get(name, '')}"
+
+
+_HERE = {
+    "listen": "; this server listens on --host and --port",
+    "metrics_listen": "; this server has /metrics on --host and --port",
 }
 
 
@@ -354,7 +357,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("positional_model", metavar="MODEL", nargs="?", help="the same as --model")
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
     for name, field in Settings.model_fields.items():
-        shown = not is_node or name in _OF_NODES
+        shown = name in _OF_NODES if is_node else name not in _OF_NODES_ALONE
         _add_flag(groups[option_group(field)], name, field, None if shown else argparse.SUPPRESS)
     add_hidden_flags(parser, Settings.model_fields)
     return parser

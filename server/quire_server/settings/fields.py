@@ -29,6 +29,7 @@ from quire_engine.plain_files import is_plain
 from quire_server.settings.engine_fields import DEMO_MODEL, EngineFields
 from quire_server.settings.faults import is_loopback, parse_faults
 from quire_server.settings.keys import ApiKey, Keys, KeySources, TenantEntry
+from quire_server.settings.node_fields import NodeFields
 from quire_server.settings.server_fields import ServerFields
 from quire_server.settings.sources import (
     ENV_PREFIX,
@@ -46,8 +47,8 @@ from quire_server.settings.vllm import read_settings_file
 GROUPS = ("Model", "Memory", "Scheduling", "Listening", "Limits", "Streaming", "Lifetime", "Nodes", "Observing")
 
 
-class Settings(ServerFields, EngineFields, BaseSettings):
-    """Every setting of `quire serve`. Precedence: flag, environment, `--config` file, default."""
+class Settings(NodeFields, ServerFields, EngineFields, BaseSettings):
+    """Every setting of `quire serve` and `quire engine`. Precedence: flag, environment, `--config` file, default."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True)
 

@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from quire_engine.contract.config import KVTransport, Role
 from quire_engine.routing.policy import RoutePolicyName
 from quire_server.settings.faults import FaultList
 from quire_server.settings.values import (
@@ -31,7 +30,7 @@ LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidat
 
 
 class ServerFields(BaseModel):
-    """The last groups of `Settings`."""
+    """The last groups of `Settings`, which `quire serve` alone reads, but for its lifetime, links and logs."""
 
     # -- Model, Memory
     models: Strings = option((), "Model", "several models behind one port: a YAML file, or --model given several times")
@@ -142,27 +141,6 @@ class ServerFields(BaseModel):
     # -- Nodes
     engines: Strings = option(
         (), "Nodes", "nodes that compute instead of this server: HOST:PORT, dns:NAME:PORT, or file:PATH with one a line"
-    )
-    listen: str | None = option(None, "Nodes", "of `quire engine`: HOST:PORT on which it serves fronts")
-    metrics_listen: str | None = option(None, "Nodes", "of `quire engine`: HOST:PORT of its own /metrics")
-    kv_listen: str | None = option(
-        None, "Nodes", "of `quire engine`: HOST:PORT where nodes fetch KV blocks of prompts, on a CPU"
-    )
-    kv_address: str | None = option(
-        None, "Nodes", "HOST:PORT at which other nodes reach --kv-listen; default: the same"
-    )
-    kv_transport: KVTransport = option(
-        "tcp", "Nodes", "of `quire engine`: transport of KV blocks; all but tcp need an extra"
-    )
-    kv_trust_network: bool = option(
-        False,
-        "Nodes",
-        "of `quire engine`: the nodes' network is private; transports other than tcp need that",
-    )
-    role: Role = option(
-        "both",
-        "Nodes",
-        "of `quire engine`: prefill computes long prompts for others, by --kv-listen",
     )
     cluster_key_file: Path | None = option(
         None, "Nodes", "file with the key that fronts and nodes share; needed beyond this machine"

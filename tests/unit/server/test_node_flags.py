@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from quire_server.flags import ENGINE, SERVE, build_parser, parse_flags
-from quire_server.settings import SettingsError
+from quire_server.settings import SettingsError, flag_name
+from quire_server.settings.node_fields import NodeFields
 
 LISTEN = ("--listen", "127.0.0.1:9000")
 
@@ -72,3 +73,9 @@ def test_the_help_of_a_node_shows_its_flags_alone() -> None:
     for flag in ("--port", "--api-key", "--replicas", "--route-policy", "--engines"):
         assert f"\n  {flag} " not in shown
     assert "usage: quire engine [MODEL] [flags]" in shown
+
+
+@pytest.mark.parametrize("name", NodeFields.model_fields)
+def test_a_node_s_own_settings_are_no_flags_of_a_server(name: str) -> None:
+    assert f"\n  {flag_name(name)} " in build_parser(ENGINE).format_help().replace("[no-]", "")
+    assert flag_name(name) not in build_parser(SERVE).format_help().replace("[no-]", "")
