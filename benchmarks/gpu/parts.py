@@ -269,7 +269,7 @@ async def _served(bench: Bench, servers: int) -> list[Row]:
     embedded = str(demo_model_path())
     model = embedded if small else str(bench.checkpoint(bench.sizes.small))
     flags = [model, "--tokenizer", embedded, "--device", bench.device, "--api-server-count", str(servers)]
-    flags += ["--max-num-seqs", str(max(bench.sizes.streams)), "--kernels", bench.kernels]
+    flags += ["--max-num-seqs", str(max(bench.sizes.streams)), "--set", f"kernels={bench.kernels}"]
     out = bench.folder / f"http-{servers}.json"
     lengths = ["--input", "4-8", "--output", "2-4"] if small else ["--input", "16-430", "--output", "16-390"]
     async with own_server(flags) as address:

@@ -43,15 +43,12 @@ from quire_server.answering.ranking import PairOptions
 from quire_server.answering.vectors import VectorOptions
 from quire_server.checkpoint.locate import localized
 from quire_server.errors import ApiError, BadRequest
-from quire_server.flags import option_group
 from quire_server.settings import REMOVED, Settings, SettingsError, load_settings, removed_line, suggest
+from quire_server.settings.engine_fields import EngineFields
 from quire_server.state import ServerState
 
-_GROUPS = {"Model", "Memory", "Scheduling"}
 _OF_A_SERVER = {"model", "served_model_name", "max_num_queued_reqs", "max_num_queued_tokens"}
-ARGUMENTS = frozenset(
-    name for name, field in Settings.model_fields.items() if option_group(field) in _GROUPS and name not in _OF_A_SERVER
-)
+ARGUMENTS = frozenset(EngineFields.model_fields) - _OF_A_SERVER
 
 
 def engine_settings(model: str | os.PathLike[str], arguments: Mapping[str, object]) -> Settings:
@@ -76,7 +73,7 @@ def engine_settings(model: str | os.PathLike[str], arguments: Mapping[str, objec
 
 def as_arguments(text: str) -> str:
     """A message with settings as arguments instead of flags: `--max-num-seqs 3` is `max_num_seqs 3`."""
-    return re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), text)
+    return re.sub(r"--(?:set )?([a-z][a-z_-]*)", lambda flag: flag[1].replace("-", "_"), text)
 
 
 class LLM:

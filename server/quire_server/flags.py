@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 from pathlib import Path
+from textwrap import wrap
 from types import UnionType
 from typing import Annotated, Literal, NoReturn, Union, get_args, get_origin
 
@@ -32,6 +33,8 @@ from quire_server.settings import (
     settings_and_problems,
     suggest,
 )
+from quire_server.settings.experiments import EXPERIMENTS, SET, spelled, with_experiments
+from quire_server.settings.fields import plain_fields
 from quire_server.settings.keys import key_file, readable_by_others
 from quire_server.settings.migration import LLAMA_SERVER, OLLAMA, Translation, adopt, variables_line
 from quire_server.settings.node_fields import NodeFields
@@ -48,7 +51,7 @@ from quire_server.settings.vllm import (
     variable_warnings,
 )
 
-_FIELDS = Settings.model_fields
+_FIELDS = plain_fields(Settings)
 _SIZES = (("GiB", 2**30), ("MiB", 2**20))  # in which a size is shown where it is a whole number of them
 SERVE, ENGINE = "quire serve", "quire engine"
 _OF_ENGINES = {field.name for field in fields(EngineConfig)} - {"role"} | {*LIMIT_NAMES}
@@ -58,7 +61,7 @@ _OF_NODES_ALONE = {*NodeFields.model_fields}
 _OF_NODES = {
     *(_OF_ENGINES - {"replicas"} | _OF_LINKS | _OF_NODES_ALONE | {"revision", "download_dir"}),
     *("drain_timeout", "max_engine_restarts", "engine_hang_timeout", "log_level", "log_format"),
-    *("enable_fault_injection", "dry_run", "config", "kv_events_config"),
+    *("enable_fault_injection", "dry_run", "config", "kv_events_config", SET),
 }
 
 _EPILOG = f"""\
@@ -91,6 +94,23 @@ class _Help(argparse.Action):
         text = flags_text(_FIELDS, _width()) if values == "vllm" else parser.format_help().rstrip()
         print(text)
         parser.exit()
+
+
+class _Set(argparse.Action):
+    """`--set NAME=VALUE`, which may be given several times, and `--set help`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: object = None,
+    ) -> None:
+        del option_string
+        if values == "help":
+            print(_experiments_text(_width()))
+            parser.exit()
+        setattr(namespace, SET, [*getattr(namespace, SET, ()), values])
 
 
 class _Model(argparse.Action):
@@ -135,6 +155,7 @@ def parse_command_line(argv: Sequence[str], prog: str = SERVE) -> CommandLine:
         raise SettingsError(*adopted.problems)
     known, rest = parser.parse_known_args(plain_words(adopted.words, _kinds()))
     flags, notes = translate(vars(known))
+    flags = with_experiments(flags, f"--{SET}")
     notes = [*adopted.notes, *notes]
     if unknown := _unknown(rest):
         raise SettingsError(*unknown)
@@ -151,7 +172,7 @@ def parse_command_line(argv: Sequence[str], prog: str = SERVE) -> CommandLine:
     settings = load_settings(flags)
     _check_program(prog, flags, settings)
     if settings.config is not None:
-        notes += read_settings_file(settings.config, Settings.model_fields)[1]
+        notes += read_settings_file(settings.config, _FIELDS)[1]
     of_ollama = variables_line(OLLAMA, environment_names())
     variables = [
         *variable_warnings(environment_names()),
@@ -225,6 +246,9 @@ def check_command_line(argv: Sequence[str], prog: str = SERVE) -> tuple[CommandL
         flags = {name: value for name, value in vars(known).items() if name in _FIELDS or name == "positional_model"}
         with _kept(problems):
             flags = translate(vars(known))[0]
+        with _kept(problems):
+            flags = with_experiments(flags, f"--{SET}")
+        flags.pop(SET, None)
         problems += _unknown(rest)
         model = flags.pop("positional_model", None)
         if model is not None and "model" in flags:
@@ -292,7 +316,7 @@ def _check_program(prog: str, given: Collection[str], settings: Settings) -> Non
         useless |= flags & _OF_NODES_ALONE
     if useless:
         raise SettingsError(
-            *(f"{flag_name(name)} {_of_the_node(name) if name in _OF_NODES_ALONE else why}" for name in sorted(useless))
+            *(f"{spelled(name)} {_of_the_node(name) if name in _OF_NODES_ALONE else why}" for name in sorted(useless))
         )
 
 
@@ -327,7 +351,8 @@ def _secret_warnings(flags: Mapping[str, object], settings: Settings) -> Iterato
 
 def _kinds() -> Kinds:
     """How our flags and those beside them may be written."""
-    kinds = {flag_name(name).removeprefix("--"): value_kind(field.annotation) for name, field in _FIELDS.items()}
+    every = _FIELDS | EXPERIMENTS  # some of which are flags of vLLM's
+    kinds = {flag_name(name).removeprefix("--"): value_kind(field.annotation) for name, field in every.items()}
     others = beside(_FIELDS)
     return Kinds(
         switches={name for name, kind in kinds.items() if kind is bool}
@@ -356,17 +381,19 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("positional_model", metavar="MODEL", nargs="?", help="the same as --model")
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
-    for name, field in Settings.model_fields.items():
+    for name, field in _FIELDS.items():
         shown = name in _OF_NODES if is_node else name not in _OF_NODES_ALONE
         _add_flag(groups[option_group(field)], name, field, None if shown else argparse.SUPPRESS)
-    add_hidden_flags(parser, Settings.model_fields)
+    add_hidden_flags(parser, _FIELDS)
     return parser
 
 
 def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo, text: str | None = None) -> None:
     kind = value_kind(field.annotation)
     text = _help_text(field).replace("%", "%%") if text is None else text
-    if kind is bool:
+    if name == SET:
+        group.add_argument(flag_name(name), action=_Set, dest=name, metavar="NAME=VALUE", help=text)
+    elif kind is bool:
         group.add_argument(flag_name(name), action=argparse.BooleanOptionalAction, dest=name, help=text)
     elif kind is tuple:
         group.add_argument(flag_name(name), nargs="+", action="extend", dest=name, metavar="S", help=text)
@@ -376,6 +403,17 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo, text:
         group.add_argument(flag_name(name), dest=name, type=synonym_of(name), choices=get_args(kind), help=text)
     else:
         group.add_argument(flag_name(name), dest=name, metavar=_metavar(kind, option_unit(field)), help=text)
+
+
+def _experiments_text(width: int) -> str:
+    """The text of `--set help`."""
+    lines = ["Experiments: settings for tests, measurements and rare machines, each as --set NAME=VALUE.", ""]
+    for name, field in EXPERIMENTS.items():
+        kind = value_kind(field.annotation)
+        values = f" ({', '.join(map(str, get_args(kind)))})" if get_origin(kind) is Literal else ""
+        first, *rest = wrap(_help_text(field) + values, max(30, width - 27))
+        lines += [f"{name:<26} {first}", *(f"{'':<26} {line}" for line in rest)]
+    return "\n".join(lines)
 
 
 def value_kind(annotation: object) -> object:

@@ -143,7 +143,7 @@ async def test_a_server_that_was_not_started_for_it_is_not_paused() -> None:
     async with told() as it:
         reply = await it.client.post("/admin/pace", json={"mode": "pause"})
         assert reply.status_code == 403
-        assert "--learn" in reply.json()["error"]["message"]
+        assert "--set learn=true" in reply.json()["error"]["message"]
         assert it.orders == []
 
 

@@ -93,5 +93,5 @@ async def test_what_the_server_refuses_is_named_and_what_it_lacks_is_told(
     state.draining = True
     await warm(state, make_app(state), written(tmp_path, {"prompt": "a"}))
     assert "line 1: not computed: " in caplog.text
-    with pytest.raises(ConfigError, match="--no-enable-prefix-caching"):
+    with pytest.raises(ConfigError, match="--set enable_prefix_caching=false"):
         await warm(make_state(enable_prefix_caching=False), make_app(), tmp_path)

@@ -52,7 +52,7 @@ from quire_server.http.body import json_body
 from quire_server.metrics import metrics
 from quire_server.metrics.metric_catalog import RequestMetrics
 from quire_server.metrics.metric_values import Values
-from quire_server.settings import REMOVED, Settings
+from quire_server.settings import REMOVED, Settings, plain_fields
 from quire_server.settings import fields as settings_fields
 from quire_server.settings.values import PositiveSeconds, option
 from quire_server.state import state_of
@@ -158,7 +158,7 @@ def test_a_setting_is_a_field(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, c
 
     for module in (flags, settings_fields):
         monkeypatch.setattr(module, "Settings", WithNaps)
-    monkeypatch.setattr(flags, "_FIELDS", WithNaps.model_fields)
+    monkeypatch.setattr(flags, "_FIELDS", plain_fields(WithNaps))
 
     def nap(*argv: str) -> object:
         return flags.parse_flags(argv).model_dump()["nap_seconds"]
@@ -254,7 +254,7 @@ def test_a_plain_route_is_a_function_and_needs_a_key(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", get_args(VictimName))
 def test_a_victim_is_chosen_by_its_name(name: VictimName):
     assert isinstance(policies_for(SchedulerLimits(preemption_victim=name)).victim, VICTIMS[name])
-    assert flags.parse_flags(["--preemption-victim", name]).limits.preemption_victim == name
+    assert flags.parse_flags(["--set", f"preemption_victim={name}"]).limits.preemption_victim == name
 
 
 def test_an_activation_has_one_name_and_one_number():

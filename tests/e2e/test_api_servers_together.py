@@ -101,7 +101,9 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
 @pytest.fixture(scope="module")
 def server(files: Files, model: Path, adapters: list[Path]) -> Iterator[Served]:
     flags = ("--model", str(model), "--served-model-name", "tiny", "--enable-lora", "--lora-modules")
-    with Served(*flags, f"a0={adapters[0]}", *files.flags, "--api-server-count", "2", "--check-invariants") as started:
+    with Served(
+        *flags, f"a0={adapters[0]}", *files.flags, "--api-server-count", "2", "--set", "check_invariants=true"
+    ) as started:
         both_serve(started)
         yield started
 

@@ -23,7 +23,8 @@ HITS = "quire_prefix_cache_hit_tokens_total"
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     with Served(
-        "--api-key", "victim=key-of-victim", "guesser=key-of-guesser", "early=key-of-early", "--check-invariants"
+        *("--api-key", "victim=key-of-victim", "guesser=key-of-guesser", "early=key-of-early"),
+        *("--set", "check_invariants=true"),
     ) as server:
         yield server
 

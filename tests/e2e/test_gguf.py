@@ -77,7 +77,7 @@ def test_a_file_answers_the_same_again_and_after_a_kill(quantization: str | None
     if variant is not None:
         built = [sys.executable, "-m", "quire_kernels.cpu.build", "--cpu-variant", variant]
         subprocess.run(built, check=True, timeout=600)  # longer than a server's start is waited for
-        flags += ["--cpu-variant", variant]
+        flags += ["--set", f"cpu_variant={variant}"]
     with Served(str(dense), "--served-model-name", "Tiny-Q4_K_M", *flags) as server:
         wanted, _ = answer(server, "Tiny-Q4_K_M")
     with Served(str(path), *flags) as server:

@@ -58,7 +58,7 @@ def agrees(server: Served, subscriber: Subscriber, replica: str = "") -> int:
 
 
 def test_the_events_of_each_replica_are_its_cache(tmp_path: Path) -> None:
-    flags = ("--replicas", "2", "--kv-memory", "2MiB", "--max-model-len", "256", "--route-policy", "round_robin")
+    flags = ("--replicas", "2", "--kv-memory", "2MiB", "--max-model-len", "256", "--set", "route_policy=round_robin")
     with Served(*flags, *config(tmp_path, buffer_steps=10)) as server, ExitStack() as stack:
         early = [stack.enter_context(follow(tmp_path, rank)) for rank in range(2)]
         for number in range(24):

@@ -24,7 +24,7 @@ PATIENCE = 90.0
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with Served("--learn", *SMALL) as started:
+    with Served("--set", "learn=true", *SMALL) as started:
         yield started
 
 

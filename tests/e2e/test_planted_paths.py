@@ -39,7 +39,7 @@ FLAGS = (
     *("--dtype", "float32", "--kv-memory", "4MiB", "--max-model-len", "128"),
     *("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--prefill-chunk", "32"),
 )
-SETTINGS = ("--quantization", "int8", "--kv-cache-dtype", "fp8", "--attention", "flash-attn")
+SETTINGS = ("--quantization", "int8", "--kv-cache-dtype", "fp8", "--set", "attention=flash-attn")
 KEPT = {
     PACKED_WEIGHTS: "wrong",
     FP8_CACHE: "exception",
@@ -76,7 +76,7 @@ def model() -> str:
 @pytest.fixture(scope="module")
 def plain(model: str) -> Answers:
     """Without optional paths: there are none on a CPU."""
-    with Served(model, "--device", "cpu", "--kernels", "reference", *FLAGS) as server:
+    with Served(model, "--device", "cpu", "--set", "kernels=reference", *FLAGS) as server:
         return answers(server.url)
 
 

@@ -55,7 +55,7 @@ def test_a_directory_answers_the_same_again_and_after_a_kill(name: str, tmp_path
     subprocess.run(built, check=True, timeout=600)  # longer than a server's start is waited for
     path, _ = make_quantised(tmp_path, FORMS[name])
     path = path.rename(tmp_path / "quantised")
-    flags = ["--device", "cpu", "--dtype", "bfloat16", "--cpu-variant", "avx2"]
+    flags = ["--device", "cpu", "--dtype", "bfloat16", "--set", "cpu_variant=avx2"]
     with Served(str(path), *flags, "--kv-memory", "4MiB", "--packed-cache", "off") as server:
         wanted, cached = answer(server)
         assert not cached

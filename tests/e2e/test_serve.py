@@ -112,7 +112,7 @@ def test_work_longer_than_the_drain_ends_with_an_error_event() -> None:
 
 
 def test_an_engine_that_keeps_dying_ends_the_server_with_70() -> None:
-    with Served("--max-engine-restarts", "1", "--kv-memory", "64MiB") as server:
+    with Served("--set", "max_engine_restarts=1", "--kv-memory", "64MiB") as server:
         children = children_of(server)
         stream = Stream(server)
         stream.wait_begun()

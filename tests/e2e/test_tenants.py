@@ -74,8 +74,8 @@ async def shares(url: str) -> float:
 
 def test_two_tenants_get_what_they_are_worth(file: Path) -> None:
     with Served(
-        *("--tenants", str(file), "--scheduling-policy", "wfq", "--max-num-seqs", "8", "--no-enable-prefix-caching"),
-        "--check-invariants",
+        *("--tenants", str(file), "--scheduling-policy", "wfq", "--max-num-seqs", "8"),
+        *("--set", "enable_prefix_caching=false", "--set", "check_invariants=true"),
     ) as server:
         ratio = asyncio.run(shares(server.url))
     assert ratio == pytest.approx(2.0, rel=0.05)

@@ -63,7 +63,7 @@ def equal_tokens(found: Answer, expected: Answer) -> int:
 async def _compare(device: str, make: Make) -> str:
     with tempfile.TemporaryDirectory() as folder:
         stored, dense = make(Path(folder))
-        exact = ("--device", "cpu", "--kernels", "reference", "--dtype", "float32", *MEMORY)
+        exact = ("--device", "cpu", "--set", "kernels=reference", "--dtype", "float32", *MEMORY)
 
         async def expected() -> list[Answer]:
             async with own_server([str(dense), *exact]) as url:

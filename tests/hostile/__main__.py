@@ -26,7 +26,7 @@ from hostile.watch import Watch
 
 CORPUS = (access, texts, framing, values, prompts, fields)
 HEADER_TIMEOUT = 2.0
-FLAGS = ("--max-num-seqs", "8", "--max-num-queued-reqs", "32", "--check-invariants")
+FLAGS = ("--max-num-seqs", "8", "--max-num-queued-reqs", "32", "--set", "check_invariants=true")
 LIMITS = f"header_timeout={HEADER_TIMEOUT},body_timeout=10"
 ATTEMPTS = 3
 NOISE_SECONDS = 0.05  # where who measures was late himself, an attempt says little

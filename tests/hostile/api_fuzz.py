@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--least", type=int, default=LEAST, help="cases, or the run has failed")
     wanted = parser.parse_args()
-    flags = ("--max-num-seqs", "8", "--api-key", KEY, "--check-invariants")
+    flags = ("--max-num-seqs", "8", "--api-key", KEY, "--set", "check_invariants=true")
     faults = []
     with Served(*flags) as server:
         done = subprocess.run(

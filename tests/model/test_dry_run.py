@@ -71,7 +71,7 @@ def test_the_plan_is_that_of_the_configuration(monkeypatch):
 def test_the_plan_is_printed():
     path = shared_checkpoint()
     result = dry_run(
-        str(path), "--device", "cpu", "--kv-memory", "1MiB", "--num-threads", "1", "--kernels", "reference"
+        str(path), "--device", "cpu", "--kv-memory", "1MiB", "--num-threads", "1", "--set", "kernels=reference"
     )
     assert result.returncode == 0, result.stderr
     settings = Settings(model=str(path), device="cpu", kv_memory=1 << 20, num_threads=1, kernels="reference")
@@ -96,13 +96,13 @@ def test_no_weight_is_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("argv", "code", "said"),
     [
-        (["--kernels", "reference", "--kv-memory", "1KiB"], 2, "kv_memory to 16384 or more"),
+        (["--set", "kernels=reference", "--kv-memory", "1KiB"], 2, "kv_memory to 16384 or more"),
         # They take the same way; test_build.py has their lines.
         pytest.param(
-            ["--kernels", "cpu", "--dtype", "float32"], 2, "(set dtype to bfloat16)", marks=pytest.mark.matrix
+            ["--set", "kernels=cpu", "--dtype", "float32"], 2, "(set dtype to bfloat16)", marks=pytest.mark.matrix
         ),
         pytest.param(
-            ["--kernels", "reference", "--max-model-len", "513"],
+            ["--set", "kernels=reference", "--max-model-len", "513"],
             2,
             "set max_model_len to 512 or less",
             marks=pytest.mark.matrix,
@@ -123,7 +123,7 @@ def test_a_model_that_cannot_be_read_is_one_line_and_exit_code_1(tmp_path: Path)
 
 def test_what_a_start_refuses_is_refused():
     assert_one_line(
-        dry_run(str(shared_checkpoint()), "--kernels", "reference", "--chat-template", "x"), 2, "none of that name"
+        dry_run(str(shared_checkpoint()), "--set", "kernels=reference", "--chat-template", "x"), 2, "none of that name"
     )
 
 

@@ -32,7 +32,7 @@ def replicas(server: Served) -> list[dict[str, Any]]:
 def cpu_variant(server: Served) -> tuple[str, ...]:
     """The flags with which another server computes the same bits."""
     found = re.search(r'quire_model_info\{[^}]*cpu_variant="(\w+)"', httpx.get(server.url + "/metrics").text)
-    return ("--cpu-variant", found[1]) if found else ()
+    return ("--set", f"cpu_variant={found[1]}") if found else ()
 
 
 def quantile(server: Served, name: str, share: float) -> float:

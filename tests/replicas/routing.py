@@ -60,7 +60,7 @@ class Seen:
 
 
 def serve(policy: str, turns: list[Turn]) -> Seen:
-    flags = (*FLAGS, "--replicas", "4", "--route-policy", policy, "--kv-memory", POOL)
+    flags = (*FLAGS, "--replicas", "4", "--set", f"route_policy={policy}", "--kv-memory", POOL)
     with Served(*flags) as server:
         failed = asyncio.run(_send(server.url, turns))
         text = httpx.get(server.url + "/metrics", timeout=30).text

@@ -22,7 +22,7 @@ from several.phases import PHASES, STREAMS, Expected, expected_of, run_phase
 from several.server import NAMES, order, rows, three_models, untruths
 
 KINDS = tuple(range(16))  # of streams, each kind twice
-RESTARTS = ("--max-engine-restarts", "1000")  # kills during a start count as failures of the engine
+RESTARTS = ("--set", "max_engine_restarts=1000")  # kills during a start count as failures of the engine
 SEED = 20
 
 

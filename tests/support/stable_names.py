@@ -24,7 +24,7 @@ from quire_server import errors
 from quire_server.app import ROUTERS
 from quire_server.commands.completion import whole_parser
 from quire_server.metrics.metrics import Metrics
-from quire_server.settings import Settings, flag_name
+from quire_server.settings import Settings, flag_name, plain_fields
 from support.fakes import connect, make_app
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def present() -> Names:
     found = {
         "commands": set(commands),
         "flags": {f"{command} {flag}" for command, flags in commands.items() for flag in flags},
-        "settings": {flag_name(name) for name in Settings.model_fields},
+        "settings": {flag_name(name) for name in plain_fields(Settings)},
         "metrics": _metrics(),
         "routes": _routes(),
         "fields": asyncio.run(_fields()),

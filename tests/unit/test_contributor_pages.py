@@ -18,7 +18,7 @@ from quire_lab.commands.diagnosis import causes
 from quire_server.app import ROUTERS
 from quire_server.cli import COMMANDS
 from quire_server.metrics.metrics import Metrics
-from quire_server.settings import Settings, flag_name
+from quire_server.settings import Settings, spelled
 from support.documents import FOLDER_PAGES, ROOT, section, text
 
 ARCHITECTURE = "docs/architecture.md"
@@ -84,7 +84,7 @@ def exported() -> str:
 
 
 def is_a_flag(span: str, _page: str) -> bool:
-    return span in {flag_name(name) for name in Settings.model_fields}
+    return span.partition("=")[0] in {spelled(name) for name in Settings.model_fields}
 
 
 def is_a_metric(span: str, _page: str) -> bool:

@@ -25,7 +25,7 @@ from e2e.streams import client, gather, stream
 from support.processes import children_running
 
 PROGRAM = Path(__file__).resolve().parents[1] / "support" / "planted_run.py"
-SMALL = ("--kv-memory", "16MiB", "--max-num-seqs", "8", "--engine-hang-timeout", "10")
+SMALL = ("--kv-memory", "16MiB", "--max-num-seqs", "8", "--set", "engine_hang_timeout=10")
 PROMPTS = tuple(f"Part {number} of the machine is" for number in range(3))
 PATIENCE = 120.0
 START_SECONDS = 240.0

@@ -599,7 +599,7 @@ RECORD: dict[tuple[str, str], Part] = {
         )
     },
     ("task", "learn-watch"): thread(
-        exception=planted("quire_server.learning.watch:Watch._ask", "raise", _learn, "--learn", after=1)
+        exception=planted("quire_server.learning.watch:Watch._ask", "raise", _learn, "--set", "learn=true", after=1)
     ),
     ("task", "deep-check"): thread(exception=planted("quire_server.answering.deep_check:_run", "raise", _deep_check)),
     **{

@@ -20,7 +20,7 @@ _TEXT = "Compile the C++ kernels now, so that no start has to."
 _PREBUILT = "for every instruction set, into the installed package: an image then needs no compiler to serve"
 _INTO = "with --prebuilt: this folder instead, for a wheel of another machine"
 _MACHINE = "with --prebuilt: another kind of machine, such as aarch64, by its cross compiler; default: this one"
-_VARIANT = "instruction set, as `quire serve --cpu-variant` takes it; default: the fastest of this CPU's"
+_VARIANT = "instruction set, as `quire serve --set cpu_variant=NAME` takes it; default: the fastest of this CPU's"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,7 @@ TIGHT_BLOCKS = 64
 _NARROW_BLOCKS = 1024
 _BLOCK_SIZE = 16
 # On a CPU steps are planned one by one, and a request has the same bits alone as in any batch.
-_FLAGS = ("--learn", "--device", "cpu", "--block-size", str(_BLOCK_SIZE), "--max-num-seqs", str(SLOTS))
+_FLAGS = ("--set", "learn=true", "--device", "cpu", "--set", f"block_size={_BLOCK_SIZE}", "--max-num-seqs", str(SLOTS))
 
 
 class OwnServers:

@@ -22,7 +22,7 @@ Reply = dict[str, Any]
 
 
 class Paused:
-    """The pause of a server that was started with `--learn`."""
+    """The pause of a server that was started with `--set learn=true`."""
 
     def __init__(self, live: Live, pool: ThreadPoolExecutor) -> None:
         self._live, self._pool = live, pool

@@ -67,7 +67,7 @@ def bytes_of_a_block(live: Live, model: Path | None) -> list[Fact]:
 
 def limits_are_checked(live: Live) -> list[Fact]:
     """F19: block sizes that no kernel has and chunks of nothing are refused, and the reason is said."""
-    refused = {"--block-size": "17", "--prefill-chunk": "0"}
+    refused = {"block_size": "--set block_size=17", "prefill_chunk": "--prefill-chunk 0"}
     facts = [
         Fact(
             name="F19 block size that serves",
@@ -76,19 +76,19 @@ def limits_are_checked(live: Live) -> list[Fact]:
             ok=live.block_size % 16 == 0,
         )
     ]
-    for flag, value in refused.items():
-        command = module_command("quire_server.cli", "serve", "--dry-run", flag, value)
+    for name, words in refused.items():
+        command = module_command("quire_server.cli", "serve", "--dry-run", *words.split())
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE)
         except subprocess.TimeoutExpired:
-            raise NotShown(f"quire serve --dry-run {flag} {value} was not done after {_PATIENCE:g} s") from None
+            raise NotShown(f"quire serve --dry-run {words} was not done after {_PATIENCE:g} s") from None
         said = done.stderr.strip().splitlines()[-1:] or [""]
         facts.append(
             Fact(
-                name=f"F19 {flag} {value}",
-                expected="refused, with the flag's name",
+                name=f"F19 {words}",
+                expected="refused, with the setting's name",
                 got=said[0][-90:],
-                ok=done.returncode == 2 and flag.strip("-").replace("-", "_") in done.stderr.replace("-", "_"),
+                ok=done.returncode == 2 and name in done.stderr.replace("-", "_"),
             )
         )
     return facts

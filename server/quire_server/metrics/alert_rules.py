@@ -80,7 +80,7 @@ RULES = (
         threshold=0.0,
         summary="the engine restarted {:.0f} times in 10 minutes",
         advice="Streams go on with a pause. The server's log has the engine's exit code; it gives up after"
-        " --max-engine-restarts.",
+        " --set max_engine_restarts.",
     ),
     Rule(
         name="QuireRejecting",

@@ -65,7 +65,7 @@ def _run(settings: Settings, output: Output) -> int:
         if text is not None:
             parse_address(text, flag)
     if settings.faults and not is_loopback(address.host):
-        raise ConfigError("--enable-fault-injection lets fronts break the engine: set --listen 127.0.0.1:PORT")
+        raise ConfigError("--set enable_fault_injection lets fronts break the engine: set --listen 127.0.0.1:PORT")
     settings = localized(settings)
     if settings.dry_run:
         return show_plan(settings)

@@ -75,7 +75,7 @@ def _prefix(line: bytes, number: int, where: str) -> WarmPrefix:
 async def warm(state: ServerState, app: ASGIApp, path: Path) -> None:
     """Compute the prefixes of a file, one after the other. Raises ConfigError for those that the server refuses."""
     if not state.settings.enable_prefix_caching:
-        raise ConfigError("--warm-prefix needs the prefix cache, which --no-enable-prefix-caching turns off")
+        raise ConfigError("--warm-prefix needs the prefix cache, which --set enable_prefix_caching=false turns off")
     started, prefixes, computed, cached, lost = time.monotonic(), read_prefixes(path), 0, 0, 0
     log.info("computing %d prefixes of %s", len(prefixes), path)
     for prefix in prefixes:

@@ -1,6 +1,7 @@
 """The data of the page /learn, and the operator's order that sets the engine's pace.
 
-Looking on is for the operator, as the dashboard's data are. A pause holds everybody's requests: it takes `--learn` too.
+Looking on is for the operator, as the dashboard's data are. A pause holds everybody's requests: it takes
+`--set learn=true` too.
 """
 
 from __future__ import annotations
@@ -72,13 +73,15 @@ _REFUSED: dict[int | str, dict[str, Any]] = {
 
 @router.post("/admin/pace", tags=["admin"], responses=_REFUSED)
 async def set_pace(order: Order, request: Request) -> PaceReply:
-    """Pause the engine, let it compute step by step, or slowly. All requests wait meanwhile; needs `--learn`.
+    """Pause the engine, let it compute step by step, or slowly. All requests wait meanwhile; needs `--set learn=true`.
 
     It holds while a page /learn is open, or for five seconds after the last order.
     """
     state = state_of(request)
     if not state.settings.learn:
-        raise Forbidden("Pausing holds everybody's requests: this server allows it only if started with --learn.")
+        raise Forbidden(
+            "Pausing holds everybody's requests: this server allows it only if started with --set learn=true."
+        )
     request.scope["state"]["arguments"] = order.model_dump(exclude_defaults=True)
     asked: dict[str, Any] = {"mode": order.mode}
     asked |= {"seconds": order.seconds} if order.mode == "slow" else {}

@@ -4,7 +4,8 @@ Promises: this module exports all that other folders need. Must not know: torch,
 """
 
 from quire_server.settings.engine_fields import DEMO_MODEL
-from quire_server.settings.fields import GROUPS, Settings, load_settings, settings_and_problems
+from quire_server.settings.experiments import EXPERIMENTS, given_as, spelled
+from quire_server.settings.fields import GROUPS, Settings, load_settings, plain_fields, settings_and_problems
 from quire_server.settings.limits import REMOVED, ServerLimits, removed_line
 from quire_server.settings.models_file import ModelEntry, several_models
 from quire_server.settings.sources import ENV_PREFIX, SettingsError, flag_name, suggest
@@ -12,6 +13,7 @@ from quire_server.settings.sources import ENV_PREFIX, SettingsError, flag_name, 
 __all__ = [
     "DEMO_MODEL",
     "ENV_PREFIX",
+    "EXPERIMENTS",
     "GROUPS",
     "REMOVED",
     "ModelEntry",
@@ -19,9 +21,12 @@ __all__ = [
     "Settings",
     "SettingsError",
     "flag_name",
+    "given_as",
     "load_settings",
+    "plain_fields",
     "removed_line",
     "settings_and_problems",
     "several_models",
+    "spelled",
     "suggest",
 ]

@@ -9,27 +9,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from quire_engine.contract.config import (
-    AsyncScheduling,
-    AttentionChoice,
-    CpuVariant,
     Device,
     DType,
-    KernelChoice,
     KVCacheDType,
     ModelImplementation,
     Quantization,
 )
-from quire_engine.contract.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, VictimName, out_of_range
-from quire_engine.contract.types import MAX_LOGPROBS
+from quire_engine.contract.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, out_of_range
+from quire_server.settings.experiments import EngineExperiments
 from quire_server.settings.values import (
-    BlockSize,
     ClassShare,
     Count,
     JsonObject,
-    LogprobLimit,
     LoraModules,
     Names,
     OptionalCount,
@@ -47,7 +41,7 @@ DEMO_MODEL = "quire-demo"
 LIMITS = SchedulerLimits()  # the defaults; the record also checks the values
 
 
-class EngineFields(BaseModel):
+class EngineFields(EngineExperiments):
     """The first groups of `Settings`."""
 
     # -- Model
@@ -72,20 +66,8 @@ class EngineFields(BaseModel):
     dtype: Annotated[DType, BeforeValidator(synonym_of("dtype"))] = option(
         "auto", "Model", "type of weights and KV cache; auto is the checkpoint's own, on a CPU bfloat16 for float16"
     )
-    ignore_config_keys: Names = option(
-        (), "Model", "unknown keys of config.json to ignore instead of refusing the model"
-    )
     model_impl: Annotated[ModelImplementation, BeforeValidator(synonym_of("model_impl"))] = option(
         "auto", "Model", "model implementation: native (Quire), transformers, or auto (native if supported)"
-    )
-    kernels: KernelChoice = option("auto", "Model", "implementation of the model's operations")
-    cpu_variant: CpuVariant | None = option(
-        None, "Model", "instruction set of the C++ kernels; default: the fastest of this CPU's, as measured"
-    )
-    attention: AttentionChoice = option(
-        "auto",
-        "Model",
-        "attention on a GPU: Quire's kernels (auto, triton) or an installed library (flash-attn)",
     )
     quantization: Quantization | None = option(
         None, "Model", "weights held as int8 or int4, converted at load; C++ or Triton kernels"
@@ -101,9 +83,6 @@ class EngineFields(BaseModel):
         "Model",
         "a request gets the same bits alone and in any batch; costs speed on a GPU, on a CPU it is always so",
     )
-    trust_gpu_paths: bool = option(
-        False, "Model", "take every optional path of a GPU's kernels without the check at the start"
-    )
     num_threads: Positive | None = option(
         None, "Model", "CPU compute threads, of all ranks together; default: one for each usable core"
     )
@@ -114,9 +93,6 @@ class EngineFields(BaseModel):
     )
     max_model_len: OptionalCount = option(
         None, "Model", "longest prompt + output; 8k is 8000, 8K is 8192; default: the model's own", "tokens"
-    )
-    max_logprobs: LogprobLimit = option(
-        20, "Model", f"most alternatives per token a client may request; at most {MAX_LOGPROBS}, which -1 means too"
     )
     generation_config: Annotated[str, BeforeValidator(synonym_of("generation_config"))] = option(
         "auto",
@@ -184,10 +160,6 @@ class EngineFields(BaseModel):
     max_cpu_loras: Positive | None = option(
         None, "Memory", "most adapters kept in memory; others are read when requested; default: --max-loras"
     )
-    block_size: BlockSize = option(LIMITS.block_size, "Memory", "tokens per KV block: 16, 32, 64, 128 or 256", "tokens")
-    enable_prefix_caching: bool = option(
-        LIMITS.enable_prefix_caching, "Memory", "reuse the KV blocks of equal prompt beginnings"
-    )
 
     # -- Scheduling
     max_num_seqs: int = option(LIMITS.max_num_seqs, "Scheduling", "sequences computed in one step at most")
@@ -203,9 +175,6 @@ class EngineFields(BaseModel):
         "target time between tokens: prompts beside streams are computed in steps of this time; 0: no target",
         "s",
     )
-    max_num_partial_prefills: int = option(
-        LIMITS.max_num_partial_prefills, "Scheduling", "sequences whose prompts may be partly computed at the same time"
-    )
     max_loras: int = option(
         LIMITS.max_loras, "Scheduling", "adapters of the sequences that are computed in one step at most"
     )
@@ -215,18 +184,10 @@ class EngineFields(BaseModel):
         "order of waiting requests; wfq: fair shares of tenants and of short and long prompts; fcfs: by arrival;"
         " priority: lower first; lpm: longest cached prefix first; dlpm: the same, fairly among tenants",
     )
-    preemption_victim: VictimName = option(
-        LIMITS.preemption_victim, "Scheduling", "which request is preempted when memory runs out"
-    )
     class_share: ClassShare = option(
         LIMITS.class_share,
         "Scheduling",
         "least share of the tokens for a class that has more to compute, such as interactive=0.7,batch=0.1",
-    )
-    async_scheduling: AsyncScheduling = option(
-        "auto",
-        "Scheduling",
-        "plan each step while the one before it is computed; on a GPU only, where auto does",
     )
     speculation: Speculation = option(
         "off",

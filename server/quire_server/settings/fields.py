@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -27,6 +28,7 @@ from quire_engine.contract.limits import LIMIT_NAMES, SchedulerLimits, first_cla
 from quire_engine.demo import demo_model_path
 from quire_engine.plain_files import is_plain
 from quire_server.settings.engine_fields import DEMO_MODEL, EngineFields
+from quire_server.settings.experiments import EXPERIMENTS, SET, spelled, with_experiments
 from quire_server.settings.faults import is_loopback, parse_faults
 from quire_server.settings.keys import ApiKey, Keys, KeySources, TenantEntry
 from quire_server.settings.node_fields import NodeFields
@@ -44,7 +46,15 @@ from quire_server.settings.sources import (
 from quire_server.settings.values import packed_folder
 from quire_server.settings.vllm import read_settings_file
 
-GROUPS = ("Model", "Memory", "Scheduling", "Listening", "Limits", "Streaming", "Lifetime", "Nodes", "Observing")
+GROUPS = (
+    *("Model", "Memory", "Scheduling", "Listening", "Limits", "Streaming"),
+    *("Lifetime", "Nodes", "Observing", "Experiments"),
+)
+
+
+def plain_fields(settings: type[BaseSettings]) -> dict[str, FieldInfo]:
+    """The settings that are flags, variables and keys of their own: all but the experiments."""
+    return {name: field for name, field in settings.model_fields.items() if name not in EXPERIMENTS}
 
 
 class Settings(NodeFields, ServerFields, EngineFields, BaseSettings):
@@ -64,17 +74,23 @@ class Settings(NodeFields, ServerFields, EngineFields, BaseSettings):
         """Flags override the environment, which overrides the file that either of them names."""
         del dotenv_settings, file_secret_settings
         if isinstance(env_settings, EnvSettingsSource):
+            own = {f"{ENV_PREFIX}{name}".lower() for name in EXPERIMENTS}  # which `set` alone has
             given = env_settings.env_vars
-            env_settings.env_vars = {name: given[name] for name in given if not is_service_link(name, given[name])}
-        path = init_settings().get("config") or env_settings().get("config")
-        return (
-            init_settings,
-            env_settings,
-            InitSettingsSource(settings_cls, vllm_key()),
-            InitSettingsSource(
-                settings_cls, read_settings_file(Path(path), settings_cls.model_fields)[0] if path else {}
-            ),
+            env_settings.env_vars = {
+                name: given[name]
+                for name in given
+                if name.lower() not in own and not is_service_link(name, given[name])
+            }
+        words, variables = init_settings(), env_settings()
+        path = words.get("config") or variables.get("config")
+        file = read_settings_file(Path(path), plain_fields(settings_cls))[0] if path else {}
+        sources = (
+            (words, f"--{SET}"),
+            (variables, f"{ENV_PREFIX}{SET.upper()}:"),
+            (vllm_key(), ""),
+            (file, f"--config {path}: {SET}:"),
         )
+        return tuple(InitSettingsSource(settings_cls, with_experiments(*source)) for source in sources)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
@@ -86,7 +102,7 @@ class Settings(NodeFields, ServerFields, EngineFields, BaseSettings):
         try:
             self.limits.check()
         except ConfigError as error:
-            yield with_flags(str(error))
+            yield with_flags(str(error), spelled)
         yield from self._wrong_files()
         yield from self._wrong_engines()
         if self.lora_modules and not self.enable_lora:
@@ -101,8 +117,8 @@ class Settings(NodeFields, ServerFields, EngineFields, BaseSettings):
             yield f"the name {twice!r} stands for several models or adapters; change --lora-modules"
         if self.enable_fault_injection and self.uds is None and not is_loopback(self.host):
             yield (
-                f"--enable-fault-injection lets clients break the server, and --host {self.host} lets other machines"
-                " in; set --host 127.0.0.1"
+                f"--set enable_fault_injection lets clients break the server, and --host {self.host} lets other"
+                " machines in; set --host 127.0.0.1"
             )
         if self.role != "both" and self.kv_listen is None and self.listen is not None:
             yield f"--role {self.role} passes KV blocks on; set --kv-listen HOST:PORT too"
@@ -111,7 +127,7 @@ class Settings(NodeFields, ServerFields, EngineFields, BaseSettings):
         if self.engines and self.replicas > 1:
             yield "--engines and --replicas exclude each other: with nodes this server has no engine of its own"
         if self.learn and (self.engines or self.replicas > 1 or self.listen is not None):
-            yield "--learn pauses the one engine of a server; it excludes --engines, --replicas and nodes"
+            yield "--set learn pauses the one engine of a server; it excludes --engines, --replicas and nodes"
 
     def _wrong_files(self) -> Iterator[str]:
         if self.chat_template is not None and not is_plain(self.chat_template) and not _is_name(self.chat_template):
@@ -236,12 +252,12 @@ def _is_name(template: Path) -> bool:
 
 def load_settings(flags: Mapping[str, object]) -> Settings:
     """The settings that flags (by field name), environment and file give together. Raises SettingsError."""
-    check_environment(Settings.model_fields)
+    check_environment(plain_fields(Settings), EXPERIMENTS)
     values: dict[str, Any] = dict(flags)
     try:
         return Settings(**values)
     except ValidationError as error:
-        explained = (explain(problem, flags) for problem in error.errors())
+        explained = (explain(problem, flags, EXPERIMENTS) for problem in error.errors())
         raise SettingsError(*(line for text in explained for line in text.split("\n"))) from None
 
 
@@ -249,7 +265,7 @@ def settings_and_problems(flags: Mapping[str, object]) -> tuple[Settings | None,
     """The settings, as `load_settings` gives them, or None and the problems of all sources, a line each."""
     problems: list[str] = []
     try:
-        check_environment(Settings.model_fields)
+        check_environment(plain_fields(Settings), EXPERIMENTS)
     except SettingsError as error:
         problems += error.lines
     each: tuple[dict[str, Any], ...] = (dict(flags), {**flags, "config": None})
@@ -258,7 +274,7 @@ def settings_and_problems(flags: Mapping[str, object]) -> tuple[Settings | None,
             settings = Settings(**values)
         except ValidationError as error:
             for problem in error.errors():
-                problems += explain(problem, flags).split("\n")
+                problems += explain(problem, flags, EXPERIMENTS).split("\n")
             return None, problems
         except SettingsError as error:
             problems += error.lines

@@ -56,7 +56,7 @@ REMOVED: Mapping[str, str] = {
     "header_timeout": f"a request's head may take {_SERVER.header_timeout:g} s",
     "body_timeout": f"a request's body may take {_SERVER.body_timeout:g} s",
     "response_store_bytes": f"past responses take at most {_SERVER.response_store_bytes >> 20} MiB;"
-    " --response-store-size is how many are kept",
+    " --set response_store_size is how many are kept",
     "max_text_bytes_queued": "texts that wait to be tokenized may take"
     f" {_SERVER.max_text_bytes_queued >> 20} MiB at once",
     "max_reply_bytes_waiting": f"large replies may take {_SERVER.max_reply_bytes_waiting >> 20} MiB at once",
@@ -75,7 +75,7 @@ REMOVED: Mapping[str, str] = {
     "replica_silence": f"a replica without a sign of life for {_SERVER.replica_silence:g} s is given up",
     "model_turn": f"a busy model stays loaded for {_SERVER.model_turn:g} s before it makes room for another",
     "spare_engine": "a process that has loaded its libraries always waits to be the next engine",
-    "engine_restart_window": "--max-engine-restarts counts those of the last 600 s",
+    "engine_restart_window": "--set max_engine_restarts counts those of the last 600 s",
     "engine_start_timeout": "a start of the engine that does not get on for 60 s is ended and tried again",
     # -- Observing
     "log_stats_interval": f"a line with throughput, queue and cache comes every {_SERVER.log_stats_interval:g} s while"

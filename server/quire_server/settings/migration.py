@@ -241,7 +241,7 @@ def _refused(names: str, text: str) -> Row:
     return Row(names=tuple(names.split()), fate="refused", text=text)
 
 
-_KERNELS = "the kernels for a machine are chosen by what it has; --kernels and --cpu-variant name others"
+_KERNELS = "the kernels for a machine are chosen by what it has; --set kernels and --set cpu_variant name others"
 _NO_CODE = "nothing remote is run"
 _OWN_FORMAT = "is not there: weights have the format of their file; --quantization int8 or int4 converts at load"
 _ON_ONE_DEVICE = "a model is computed whole on one device: 0 is --device cpu, other numbers change nothing"

@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quire_server.settings.engine_fields import EngineFields
+from quire_server.settings.experiments import EXPERIMENTS, SET, spelled, with_experiments
 from quire_server.settings.fields import Settings
-from quire_server.settings.sources import SettingsError, flag_name, read_yaml, suggest
+from quire_server.settings.sources import SettingsError, flag_name, moved_line, read_yaml, suggest
 
 _FILES = (".yaml", ".yml")
 _OWN = ("model", "served_model_name", "tokenizer", "revision", "chat_template", "lora_modules")  # of one model alone
@@ -88,6 +89,9 @@ def _from_file(settings: Settings, path: Path) -> list[ModelEntry]:
 
 def _entry(settings: Settings, given: Mapping[str, Any], source: str) -> ModelEntry:
     keys = _Residency.model_fields
+    if moved := [key for key in given if key in EXPERIMENTS]:
+        raise SettingsError(*(moved_line(f"{source}: {key}", f"set: [{key}={given[key]}]") for key in moved))
+    given = with_experiments(given, f"{source}: {SET}:")
     unknown = [key for key in given if key not in keys and key not in EngineFields.model_fields]
     unknown += [key for key in given if key in _EXCLUDED and key not in unknown]
     if unknown:
@@ -119,7 +123,7 @@ def _check_excluded(settings: Settings) -> None:
     defaults = {name: field.get_default(call_default_factory=True) for name, field in Settings.model_fields.items()}
     given = {name for name in settings.model_fields_set if getattr(settings, name) != defaults[name]}
     problems = [
-        f"--models and {flag_name(name)} exclude each other: {why}" for name, why in _EXCLUDED.items() if name in given
+        f"--models and {spelled(name)} exclude each other: {why}" for name, why in _EXCLUDED.items() if name in given
     ]
     problems += [
         f"--models and {flag_name(name)} exclude each other: put `{name}` into the model's entry of the file"

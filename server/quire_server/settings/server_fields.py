@@ -8,10 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
-from quire_engine.routing.policy import RoutePolicyName
-from quire_server.settings.faults import FaultList
+from quire_server.settings.experiments import ServerExperiments
 from quire_server.settings.values import (
     JsonObject,
     Networks,
@@ -29,7 +28,7 @@ from quire_server.settings.values import (
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(synonym_of("log_level"))]
 
 
-class ServerFields(BaseModel):
+class ServerFields(ServerExperiments):
     """The last groups of `Settings`, which `quire serve` alone reads, but for its lifetime, links and logs."""
 
     # -- Model, Memory
@@ -98,9 +97,6 @@ class ServerFields(BaseModel):
         None, "Limits", "text that replaces each image in messages; default: a request with images is refused"
     )
     strict: bool = option(False, "Limits", "refuse fields without effect, such as unknown ones, instead of naming them")
-    response_store_size: Annotated[int, Field(ge=0)] = option(
-        1024, "Limits", "past responses of /v1/responses kept to be read and continued; 0 keeps none"
-    )
     batch_dir: Path | None = option(
         None, "Limits", "folder of /v1/files and /v1/batches, which survive restarts; default: these routes are off"
     )
@@ -125,18 +121,7 @@ class ServerFields(BaseModel):
     replicas: Annotated[int, Field(ge=1, le=64)] = option(
         1, "Lifetime", "engines that share the cores and the memory; streams of one that is lost go on with the others"
     )
-    route_policy: RoutePolicyName = option(
-        "predicted_ttft",
-        "Lifetime",
-        "which replica gets a request: by its predicted first token, cached prefix included",
-    )
     drain_timeout: Seconds = option(30.0, "Lifetime", "after SIGTERM, running requests get this long to finish", "s")
-    max_engine_restarts: Annotated[int, Field(ge=0)] = option(
-        5, "Lifetime", "engine restarts within ten minutes before giving up with exit code 70"
-    )
-    engine_hang_timeout: PositiveSeconds = option(
-        10.0, "Lifetime", "an engine that is silent for so long, or for five times its longest step, is replaced", "s"
-    )
 
     # -- Nodes
     engines: Strings = option(
@@ -169,12 +154,10 @@ class ServerFields(BaseModel):
         "Observing",
         "events of the KV cache for routers of others; JSON object; needs quire[events]",
     )
-    learn: bool = option(False, "Observing", "let the page /learn pause the engine: requests wait meanwhile")
-    check_invariants: bool = option(False, "Observing", "audit the scheduler after every step, not only when idle")
-    enable_fault_injection: FaultList = option(
-        "",
-        "Observing",
-        "faults to inject, such as step.raise@5,oom@seed=7; for tests, see Faults for tests; loopback only",
-    )
     dry_run: bool = option(False, "Observing", "print the memory plan and exit")
     config: Path | None = option(None, "Observing", "YAML file with any of these settings")
+
+    # -- Experiments
+    set: Strings = option(
+        (), "Experiments", "NAME=VALUE: a setting for tests, measurements and rare machines; `--set help` lists them"
+    )

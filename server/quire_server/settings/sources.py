@@ -42,9 +42,9 @@ def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def with_flags(advice: str) -> str:
+def with_flags(advice: str, spelled: Callable[[str], str] = flag_name) -> str:
     """The engine's message `set max_num_seqs to 3 or less` with names spelled as flags."""
-    return re.sub(r"\b([a-z_]+) to (?=\d)", lambda found: f"{flag_name(found[1])} ", advice)
+    return re.sub(r"\b([a-z_]+) to (?=\d)", lambda found: f"{spelled(found[1])} ", advice)
 
 
 def read_yaml(path: Path, source: str) -> object:
@@ -76,7 +76,12 @@ def read_config(path: Path, known: Callable[[str], bool], names: Collection[str]
     return {key: value for key, value in named.items() if value is not None}
 
 
-def check_environment(known: Collection[str]) -> None:
+def moved_line(spelling: str, pair: str) -> str:
+    """The refusal of an experiment that is given as a setting of its own; `pair`: how it is written now."""
+    return f"{spelling} is an experiment now: write {pair}"
+
+
+def check_environment(known: Collection[str], experiments: Collection[str] = ()) -> None:
     """Raises SettingsError for `QUIRE_*` variables that set nothing, except those that Kubernetes has set."""
     unknown = {
         name: name.removeprefix(ENV_PREFIX).lower()
@@ -86,14 +91,15 @@ def check_environment(known: Collection[str]) -> None:
         and not is_service_link(name, value)
     }
     if unknown:
-        raise SettingsError(
-            *(
-                removed_line(name, field)
-                if field in REMOVED
-                else f"unknown environment variable {name}{suggest(name, known, ENV_PREFIX)}"
-                for name, field in unknown.items()
-            )
-        )
+        raise SettingsError(*(_unknown_variable(name, field, known, experiments) for name, field in unknown.items()))
+
+
+def _unknown_variable(name: str, field: str, known: Collection[str], experiments: Collection[str]) -> str:
+    if field in REMOVED:
+        return removed_line(name, field)
+    if field in experiments:
+        return moved_line(name, f"{ENV_PREFIX}SET={field}={os.environ[name]}")
+    return f"unknown environment variable {name}{suggest(name, known, ENV_PREFIX)}"
 
 
 def is_service_link(name: str, value: str | None) -> bool:
@@ -199,14 +205,16 @@ _NAMED_ELSEWHERE = {
 }
 
 
-def explain(problem: ErrorDetails, flags: Mapping[str, object]) -> str:
+def explain(problem: ErrorDetails, flags: Mapping[str, object], experiments: Collection[str]) -> str:
     """One validation problem in the spelling of the source the value came from."""
     message = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:
         return message
     field = str(problem["loc"][0])
     variable = ENV_PREFIX + field.upper()
-    if field in flags:
+    if field in experiments:
+        source = _experiment(field, flags)
+    elif field in flags:
         source = flag_name(field)
     elif variable in os.environ:
         source = variable
@@ -214,3 +222,12 @@ def explain(problem: ErrorDetails, flags: Mapping[str, object]) -> str:
         source = f"{field} in the configuration file"
     given = "" if field in {"api_key", "admin_api_key"} else f" (got {str(problem['input'])[:80]!r})"
     return f"{source}: {message[:1].lower()}{message[1:]}{given}"
+
+
+def _experiment(field: str, flags: Mapping[str, object]) -> str:
+    """How an experiment is spelled where it is set."""
+    if field in flags:
+        return f"--set {field}"
+    if field in os.environ.get(f"{ENV_PREFIX}SET", ""):
+        return f"{ENV_PREFIX}SET: {field}"
+    return f"set: {field} in the configuration file"

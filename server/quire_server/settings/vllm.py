@@ -15,8 +15,9 @@ from textwrap import wrap
 from types import MappingProxyType
 from typing import Literal, cast
 
+from quire_server.settings.experiments import EXPERIMENTS, spelled
 from quire_server.settings.limits import REMOVED, REMOVED_SWITCHES, removed_line
-from quire_server.settings.sources import SettingsError, read_config
+from quire_server.settings.sources import SettingsError, moved_line, read_config
 from quire_server.settings.values import parse_count
 
 _DEST = "vllm:"
@@ -45,8 +46,8 @@ def foreign(ours: Collection[str]) -> list[VllmFlag]:
 
 
 def beside(ours: Collection[str]) -> list[VllmFlag]:
-    """All flags that a parser must know beside our settings: vLLM's, and those that were settings once."""
-    return [*foreign(ours), *_GONE]
+    """All flags that a parser must know beside our settings: vLLM's, and those that were settings of their own once."""
+    return [*foreign(ours), *_GONE, *_MOVED]
 
 
 def names_of_vllm() -> list[str]:
@@ -64,7 +65,7 @@ def translate(given: dict[str, object]) -> tuple[dict[str, object], list[str]]:
 
     Raises SettingsError with one line for each flag that cannot be translated.
     """
-    table = {_DEST + flag.name: flag for flag in (*FLAGS, *_GONE)}
+    table = {_DEST + flag.name: flag for flag in (*FLAGS, *_GONE, *_MOVED)}
     settings = {name: value for name, value in given.items() if name not in table}
     notes: list[str] = []
     problems: list[str] = []
@@ -139,7 +140,7 @@ def _fate(flag: VllmFlag) -> str:
     if flag.refused:
         return f"refused: {flag.text}"
     if flag.setting:
-        becomes = f"is --{flag.setting.replace('_', '-')}"
+        becomes = f"is {spelled(flag.setting)}"
         return f"{becomes}; {flag.text}" if flag.text else becomes
     if flag.only:
         return f"only {' or '.join(flag.only)}: {flag.text}"
@@ -175,9 +176,19 @@ def _is_taken(flag: VllmFlag, words: Sequence[str]) -> bool:
 def _refusal(flag: VllmFlag, words: Sequence[str]) -> str:
     if flag.setting in REMOVED:
         return removed_line(f"--{flag.name}", flag.setting)
+    if flag in _MOVED:
+        return _moved(flag, words)
     if flag.refused or flag.takes == "switch":
         return f"{_spelling(flag, words)}: refused: {flag.text}"
     return f"{_spelling(flag, words)}: only {' or '.join(flag.only)} is taken: {flag.text}"
+
+
+def _moved(flag: VllmFlag, words: Sequence[str]) -> str:
+    """The refusal of an experiment that is given as a flag or a key of its own."""
+    given = ",".join(words)
+    value = {"on": "true", "off": "false", "None": "VALUE", "": "VALUE"}.get(given, given)
+    pair = f"{flag.setting}={value}"
+    return moved_line(_spelling(flag, words), f"--set {pair}, in a file set: [{pair}]")
 
 
 def _spelling(flag: VllmFlag, words: Sequence[str]) -> str:
@@ -215,7 +226,7 @@ _VARIABLES: Mapping[str, str] = {
     "VLLM_CONFIGURE_LOGGING": "--log-level and --log-format",
     "VLLM_LOGGING_CONFIG_PATH": "--log-level and --log-format",
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "--timeout-keep-alive",
-    "VLLM_ATTENTION_BACKEND": "--attention",
+    "VLLM_ATTENTION_BACKEND": "--set attention",
     "VLLM_BATCH_INVARIANT": "--deterministic",
     "VLLM_CPU_KVCACHE_SPACE": "--kv-memory",
     "VLLM_CPU_OMP_THREADS_BIND": "--num-threads",
@@ -328,7 +339,7 @@ _PLUGIN = "no code of others is loaded into the server"
 _OFFLOAD = "weights stay in the memory of the device"
 _MARKS = "the marks of thoughts are those of the chat template, or of --reasoning-parser"
 _TRACES = "traces are of requests, with --otlp-traces-endpoint; there are no finer ones"
-_RESTARTS = "an engine that ends is replaced, and its requests go on; --max-engine-restarts is how often"
+_RESTARTS = "an engine that ends is replaced, and its requests go on, five times within ten minutes"
 _REMOTE = "KV blocks pass between nodes of Quire, by `quire engine --kv-listen`, and not through vLLM's connectors"
 _ROLLOUT = "weights are read from files, and not passed between servers"
 
@@ -375,6 +386,7 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_any("ignore-patterns", "only what is needed is downloaded", "values"),
     *_only("model-loader-extra-config additional-config kernel-config", "{}", "there is nothing to configure", "json"),
     *_off("skip-tokenizer-init", "the tokenizer is always there; prompts may still be token ids"),
+    *_is("max-logprobs", "max_logprobs"),
     *_only("logprobs-mode", "raw_logprobs", "log-probabilities are those of the model, before any rule"),
     *_never("logits-processors logits-processor-pattern", _PLUGIN, "values"),
     *_never("io-processor-plugin tool-parser-plugin reasoning-parser-plugin worker-extension-cls", _PLUGIN),
@@ -417,13 +429,17 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_any("use-replayssm enable-mamba-cache-stochastic-rounding", _MAMBA, "switch"),
     *_any("enable-mamba-shared-prefix-checkpoint enable-mamba-fine-grained-prefix-cache", _MAMBA, "switch"),
     # -- Scheduling
+    *_is("block-size", "block_size"),
+    *_is("enable-prefix-caching", "enable_prefix_caching", takes="switch"),
+    *_is("max-num-partial-prefills", "max_num_partial_prefills"),
+    *_is("async-scheduling", "async_scheduling"),
     *_is("long-prefill-token-threshold", "prefill_chunk", "0 is no limit", values={"0": None}),
     *_is("max-num-scheduled-tokens", "max_num_batched_tokens", "the smaller of both", least=True),
     *_is("max-num-active-seqs", "max_num_seqs", "the smaller of both", least=True),
     *_any("long-prefill-token-threshold-adaptive", "a prompt's part of a step follows --itl-target", "switch"),
     *_any("prefill-schedule-interval", _ONE),
     *_only("enable-chunked-prefill", "on", "prompts are always computed in chunks", "switch"),
-    *_only("max-long-partial-prefills", "1", "--max-num-partial-prefills is for long and short prompts"),
+    *_only("max-long-partial-prefills", "1", "max_num_partial_prefills is for long and short prompts"),
     *_only("num-lookahead-slots", "0", _SPECULATION),
     *_only("scheduler-delay-factor watermark", "0 0.0", "a request starts as soon as there is room"),
     *_only("num-scheduler-steps", "1", "every step is scheduled"),
@@ -447,10 +463,10 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_any("jit-monitor-mode", _GRAPHS),
     *_any("jit-monitor-verbose enable-bf16x3-router-gemm", _GRAPHS, "switch"),
     *_any("ir-op-priority", _GRAPHS, "json"),
-    *_only("linear-backend sparse-indexer-topk-backend", "auto", "--kernels chooses who computes products"),
+    *_only("linear-backend sparse-indexer-topk-backend", "auto", "--set kernels chooses who computes products"),
     *_only("performance-mode", "balanced", "--itl-target weighs prompts against running streams"),
     *_is("attention-backend", "attention", values={"TRITON_ATTN": "triton", "FLASH_ATTN": "flash-attn"}),
-    *_never("attention-config,-ac", "--attention chooses who computes attention", "json"),
+    *_never("attention-config,-ac", "--set attention chooses who computes attention", "json"),
     *_is("tensor-parallel-size,-tp", "tensor_parallel_size"),
     *_only("pipeline-parallel-size,-pp data-parallel-size,-dp nnodes,-n", "1", _ONE),
     *_only(
@@ -598,4 +614,18 @@ _GONE = tuple(
         refused=True,
     )
     for name in REMOVED
+)
+
+# What were settings of their own, and no flag of vLLM's: experiments now.
+_MOVED = tuple(
+    VllmFlag(
+        name=name.replace("_", "-"),
+        short=(),
+        takes="switch" if field.annotation is bool else "values" if field.default == () else "value",
+        text="",
+        setting=name,
+        refused=True,
+    )
+    for name, field in EXPERIMENTS.items()
+    if name not in names_of_vllm()
 )

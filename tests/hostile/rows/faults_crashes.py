@@ -16,11 +16,11 @@ from e2e.streams import Streamed, client, gather, stream
 from hostile.row import Row
 
 SEED = 666
-CRASHES = "--enable-fault-injection", f"engine.exit@seed={SEED}", "--max-num-seqs", "16", "--kv-memory", "64MiB"
-RAISES = "--enable-fault-injection", f"step.raise@seed={SEED}", "--max-num-seqs", "16", "--kv-memory", "64MiB"
-SPOILS = "--enable-fault-injection", f"step.nan@seed={SEED}", "--max-num-seqs", "16", "--kv-memory", "64MiB"
+CRASHES = "--set", f"enable_fault_injection=engine.exit@seed={SEED}", "--max-num-seqs", "16", "--kv-memory", "64MiB"
+RAISES = "--set", f"enable_fault_injection=step.raise@seed={SEED}", "--max-num-seqs", "16", "--kv-memory", "64MiB"
+SPOILS = "--set", f"enable_fault_injection=step.nan@seed={SEED}", "--max-num-seqs", "16", "--kv-memory", "64MiB"
 SHORTAGES = ",".join(f"{point}@{3 * k + i}" for k in range(1, 51) for i, point in enumerate(("oom", "alloc.fail")))
-STARVES = "--enable-fault-injection", SHORTAGES, "--max-num-seqs", "16", "--kv-memory", "64MiB"
+STARVES = "--set", f"enable_fault_injection={SHORTAGES}", "--max-num-seqs", "16", "--kv-memory", "64MiB"
 REPEATS, VARIANTS = 10, 10
 
 

@@ -22,10 +22,10 @@ from hostile.row import Row
 from support.processes import children_running
 
 SMALL = "--max-num-seqs", "8", "--kv-memory", "32MiB"
-GARBAGE = "--enable-fault-injection", "ipc.garbage@40", *SMALL
-NO_TEXT = "--enable-fault-injection", "detok.raise@100", *SMALL
-HELD_WORKERS = "--enable-fault-injection", "template.hang@4,grammar.hang@1", *SMALL
-HELD_START = "--enable-fault-injection", "start.hang@1", *SMALL
+GARBAGE = "--set", "enable_fault_injection=ipc.garbage@40", *SMALL
+NO_TEXT = "--set", "enable_fault_injection=detok.raise@100", *SMALL
+HELD_WORKERS = "--set", "enable_fault_injection=template.hang@4,grammar.hang@1", *SMALL
+HELD_START = "--set", "enable_fault_injection=start.hang@1", *SMALL
 T = TypeVar("T")
 PATIENCE = 120.0  # seconds that a row waits for what it is to see
 
@@ -153,7 +153,7 @@ async def crash_loop(_: Served) -> str:
     """A server whose engine ends at every start."""
     command = [sys.executable, "-m", "quire_server.cli", "serve", "--port", "0"]
     process = await asyncio.create_subprocess_exec(
-        *command, "--enable-fault-injection", "start.fail", stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        *command, "--set", "enable_fault_injection=start.fail", stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     started = time.monotonic()
     output, _ = await asyncio.wait_for(process.communicate(), PATIENCE)

@@ -140,8 +140,8 @@ async def small_pool(server: Served) -> str:
     ]
     async with client(server.url) as http:
         alone = [(await stream(http, body)).text for body in bodies]
-    flags = ("--max-model-len", str(length), "--kv-memory", str(room), "--no-enable-prefix-caching")
-    with Served(*flags, "--check-invariants") as small:
+    flags = ("--max-model-len", str(length), "--kv-memory", str(room), "--set", "enable_prefix_caching=false")
+    with Served(*flags, "--set", "check_invariants=true") as small:
         arrivals = [time.monotonic()]
         async with client(small.url) as http:
             seen = await asyncio.gather(

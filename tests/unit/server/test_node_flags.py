@@ -62,7 +62,7 @@ def test_a_file_may_have_the_settings_of_both(tmp_path: Path) -> None:
 def test_what_the_front_needs_of_the_model_it_takes() -> None:
     front = parse_flags(("--engines", "a:1", "--tokenizer", "t", "--slo-ttft", "2", "--enable-lora"), SERVE)
     assert (front.tokenizer, front.slo_ttft, front.enable_lora) == ("t", 2.0, True)
-    node = parse_flags((*LISTEN, "--quantization", "int8", "--drain-timeout", "5", "--cpu-variant", "avx2"), ENGINE)
+    node = parse_flags((*LISTEN, "--quantization", "int8", "--drain-timeout", "5", "--set", "cpu_variant=avx2"), ENGINE)
     assert (node.quantization, node.drain_timeout, node.cpu_variant) == ("int8", 5.0, "avx2")
 
 
@@ -70,7 +70,7 @@ def test_the_help_of_a_node_shows_its_flags_alone() -> None:
     shown = build_parser(ENGINE).format_help()
     for flag in ("--listen", "--kv-memory", "--cluster-key-file", "--engine-tls-ca", "--max-num-seqs"):
         assert f"\n  {flag} " in shown
-    for flag in ("--port", "--api-key", "--replicas", "--route-policy", "--engines"):
+    for flag in ("--port", "--api-key", "--replicas", "--engines"):
         assert f"\n  {flag} " not in shown
     assert "usage: quire engine [MODEL] [flags]" in shown
 

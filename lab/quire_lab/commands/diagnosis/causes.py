@@ -178,8 +178,8 @@ def _budget(window: Window) -> Cause | None:
         weight=max(share, prefill),
         numbers=f"{queued:.1f} sequences wait for the step's token budget; a step computes {tokens:,.0f} prompt tokens;"
         f" the queue is {share:.0%} of TTFT, prefill {prefill:.0%}",
-        remedy="a larger --itl-target, --max-num-batched-tokens or --max-num-partial-prefills: prompts sooner, streams"
-        " slower",
+        remedy="a larger --itl-target, --max-num-batched-tokens or --set max_num_partial_prefills=N: prompts sooner,"
+        " streams slower",
     )
 
 

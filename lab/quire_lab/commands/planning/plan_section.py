@@ -15,6 +15,7 @@ from quire_engine.contract.errors import ConfigError
 from quire_lab.simulation.fitting import LARGEST_ERROR, FitError
 from quire_lab.simulation.search import BACKLOG, Plan, Sustained
 from quire_lab.simulation.slo import Slo
+from quire_server.settings import given_as, spelled
 from quire_server.showing.terminal import duration
 
 BEGIN, END = "<!-- quire plan: begin; written by `quire plan --write` -->", "<!-- quire plan: end -->"
@@ -50,14 +51,14 @@ def section(plan: Plan, about: Circumstances) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for name, value in best.settings:
-        lines.append(f"| `{_flag(name)}` | **{_text(value)}** | | {best.rate:.3g} | {_binding(best)} |")
+        lines.append(f"| `{spelled(name)}` | **{_text(value)}** | | {best.rate:.3g} | {_binding(best)} |")
         for other in plan.rejected:
             if other.name == name:
                 found = other.found
                 lines.append(f"| | | {_text(other.value)} | {found.rate:.3g} | {_binding(found)} |")
     if plan.runner_up is not None:
         differs = ", ".join(
-            f"`{_flag(name)} {_text(value)}`"
+            f"`{given_as(name, _text(value))}`"
             for (name, value), (_, chosen) in zip(plan.runner_up.settings, best.settings, strict=True)
             if value != chosen
         )
@@ -135,10 +136,6 @@ def _step_times(about: Circumstances) -> str:
         f" {origin.get('architecture', '?')} in {origin.get('dtype', '?')} (calibration {origin.get('hash', '?')};"
         f" {judged})"
     )
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _text(value: object) -> str:

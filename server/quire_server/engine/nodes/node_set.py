@@ -169,8 +169,8 @@ def _shortfall(plan: EnginePlan, promised: EnginePlan) -> str:
     ):
         if has < needed:
             return f"it has {has} {name}, this server promises {needed}; set {flag} alike on all nodes"
-    sizes = plan.scheduler.limits.block_size, promised.scheduler.limits.block_size
-    return "" if len({*sizes}) == 1 else f"its blocks are of {sizes[0]} tokens, not {sizes[1]}; set --block-size"
+    has, needed = plan.scheduler.limits.block_size, promised.scheduler.limits.block_size
+    return "" if has == needed else f"its blocks are of {has} tokens, not {needed}; --set block_size={needed} mends it"
 
 
 def _promised(plans: Sequence[EnginePlan]) -> EnginePlan:

@@ -15,7 +15,7 @@ from quire_kernels.cpu import build
 from quire_server import cli
 from quire_server.commands import build_kernels
 from quire_server.commands.completion import whole_parser
-from quire_server.settings import Settings, flag_name
+from quire_server.settings import Settings, flag_name, plain_fields
 
 WHOLE = whole_parser()
 (COMMANDS,) = [action.choices for action in WHOLE._actions if isinstance(action.choices, dict)]
@@ -28,11 +28,11 @@ def names(command: str) -> set[str]:
 
 def test_every_command_and_every_setting_is_there() -> None:
     assert list(COMMANDS) == list(cli.COMMANDS)
-    flags = {flag_name(name) for name in Settings.model_fields}
+    flags = {flag_name(name) for name in plain_fields(Settings)}
     assert flags <= names("serve")
     assert flags <= names("run-batch")
     assert {"--input-file", "-o"} <= names("run-batch")
-    assert "--no-enable-prefix-caching" in names("serve")
+    assert "--no-deterministic" in names("serve")
     assert not [name for name in COMMANDS if not names(name) and name != "version"]
     for script in SCRIPTS.values():
         assert "prefill-chunk" in script
@@ -58,7 +58,7 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
 LINES = [
     ("ser", {"serve"}),
     ("serve --tensor-p", {"--tensor-parallel-size"}),
-    ("serve --no-enable-pre", {"--no-enable-prefix-caching"}),
+    ("serve --no-determ", {"--no-deterministic"}),
     ("serve --dtype bf", {"bfloat16"}),
     ("serve --port ", set()),
     ("completion f", {"fish"}),

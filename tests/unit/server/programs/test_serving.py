@@ -8,17 +8,17 @@ import pytest
 
 from quire_lab.commands.planning.plan_section import BEGIN, END
 from quire_server.flags import option_default
-from quire_server.settings import Settings, flag_name
+from quire_server.settings import Settings, spelled
 from support.documents import section, text
 
-ROW = re.compile(r"^\| `(--[a-z-]+)` \| \*\*([^*]+)\*\* \|", re.MULTILINE)
+ROW = re.compile(r"^\| `(--(?:set [a-z_]+|[a-z-]+))` \| \*\*([^*]+)\*\* \|", re.MULTILINE)
 TUNED = [*ROW.findall(section("SERVING.md", "Measured values")), *ROW.findall(section("SERVING.md", "Reasoned values"))]
 PLAN = text("SERVING.md").split(BEGIN)[1].split(END)[0]
 EQUAL = 1.04  # rates that the search does not tell apart
 
 
 def default(flag: str) -> str:
-    (field,) = (field for name, field in Settings.model_fields.items() if flag_name(name) == flag)
+    (field,) = (field for name, field in Settings.model_fields.items() if spelled(name) == flag)
     return option_default(field) or "none"
 
 

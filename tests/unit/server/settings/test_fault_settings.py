@@ -20,7 +20,7 @@ def refusal(*argv: str) -> str:
 
 def test_faults_are_read_as_they_are_written():
     wanted = (Fault(point="step.raise", nth=5), Fault(point="oom", seed=-7), Fault(point="start.hang"))
-    assert parse_flags(["--enable-fault-injection", "step.raise@5, oom@seed=-7,start.hang"]).faults == wanted
+    assert parse_flags(["--set", "enable_fault_injection=step.raise@5, oom@seed=-7,start.hang"]).faults == wanted
     assert parse_flags([]).faults == ()
 
 
@@ -34,17 +34,17 @@ def test_faults_are_read_as_they_are_written():
     ],
 )
 def test_a_fault_that_there_is_not_is_refused(text: str, said: str):
-    assert said in refusal("--enable-fault-injection", text)
+    assert said in refusal("--set", f"enable_fault_injection={text}")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "example.org"])
 def test_faults_are_for_this_machine_alone(host: str):
-    assert "set --host 127.0.0.1" in refusal("--enable-fault-injection", "oom", "--host", host)
+    assert "set --host 127.0.0.1" in refusal("--set", "enable_fault_injection=oom", "--host", host)
 
 
 @pytest.mark.parametrize("where", [["--host", "localhost"], ["--host", "::1"], ["--host", "0.0.0.0", "--uds", "/s"]])
 def test_faults_may_be_had_where_only_this_machine_comes(where: list[str]):
-    assert parse_flags(["--enable-fault-injection", "oom", *where]).faults == (Fault(point="oom"),)
+    assert parse_flags(["--set", "enable_fault_injection=oom", *where]).faults == (Fault(point="oom"),)
 
 
 def test_a_fault_that_comes_once_comes_in_one_start_only():

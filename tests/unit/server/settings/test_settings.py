@@ -10,7 +10,8 @@ import yaml
 
 from quire_engine.contract.config import EngineConfig, KVTransferConfig
 from quire_server.flags import build_parser, option_group, option_unit, parse_command_line, parse_flags
-from quire_server.settings import GROUPS, REMOVED, Settings, SettingsError, flag_name
+from quire_server.settings import EXPERIMENTS, GROUPS, REMOVED, Settings, SettingsError, flag_name, plain_fields
+from quire_server.settings.node_fields import NodeFields
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +94,7 @@ def test_sizes(text: str, size: int):
         (["--gpu-memory-utilization", "0"], "--gpu-memory-utilization"),
         (["--gpu-memory-utilization", "1.1"], "less than or equal to 1"),
         (["--drain-timeout", "nan"], "--drain-timeout"),
-        (["--block-size", "8"], "16, 32, 64, 128 or 256"),
+        (["--set", "block_size=8"], "16, 32, 64, 128 or 256"),
         (["--device", "tpu"], "choose from"),
         (["--served-model-name", "a b"], "--served-model-name"),
         (["--default-chat-template-kwargs", "{"], "JSON object"),
@@ -145,7 +146,7 @@ def test_every_problem_is_listed_once():
 
 def test_flag_over_environment_over_file_over_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "quire.yaml"
-    file.write_text("port: 1\nmax-num-seqs: 2\nblock_size: 32\napi-key: [f]\n")
+    file.write_text("port: 1\nmax-num-seqs: 2\nset: {block_size: 32}\napi-key: [f]\n")
     monkeypatch.setenv("QUIRE_PORT", "10")
     monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "20")
     settings = parse_flags(["--config", str(file), "--port", "100"])
@@ -178,7 +179,7 @@ def test_a_missing_file_is_refused():
 def test_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("QUIRE_API_KEY", "a, b")
     monkeypatch.setenv("QUIRE_ALLOWED_ORIGINS", '["https://a.example"]')
-    monkeypatch.setenv("QUIRE_ENABLE_PREFIX_CACHING", "false")
+    monkeypatch.setenv("QUIRE_SET", "enable_prefix_caching=false")
     monkeypatch.setenv("QUIRE_DEFAULT_CHAT_TEMPLATE_KWARGS", '{"enable_thinking": false}')
     monkeypatch.setenv("QUIRE_KV_MEMORY", "1GiB")
     monkeypatch.setenv("QUIRE_UDS", "")
@@ -241,7 +242,8 @@ def test_help_shows_every_setting_grouped(capsys: pytest.CaptureFixture[str], mo
         assert text.index(f"\n{group}:\n") > position
         position = text.index(f"\n{group}:\n")
     for name, field in Settings.model_fields.items():
-        assert flag_name(name).removeprefix("--") in text
+        is_plain = name not in EXPERIMENTS and name not in NodeFields.model_fields
+        assert (f" {flag_name(name)} " in text.replace("[no-]", "").replace("\n", " \n")) is is_plain, name
         assert option_group(field) in GROUPS
         assert option_unit(field) in {"", "s", "tokens", "bytes"}
         assert field.description
@@ -250,7 +252,7 @@ def test_help_shows_every_setting_grouped(capsys: pytest.CaptureFixture[str], mo
 def test_every_flag_can_be_given_its_own_default(tmp_path: Path):
     """The parser, the environment and the file all reach every field."""
     parser = build_parser("quire serve")
-    assert set(Settings.model_fields) <= {action.dest for action in parser._actions}
+    assert set(plain_fields(Settings)) <= {action.dest for action in parser._actions}
 
 
 def flat(config: EngineConfig) -> dict[str, object]:
@@ -362,7 +364,7 @@ def test_default_yaml_is_the_defaults():
     file = Path(__file__).parents[4] / "configs" / "default.yaml"
     written = yaml.safe_load(file.read_text())
     names = [key.replace("-", "_") for key in written]
-    assert names == [name for name in Settings.model_fields if name not in {"config", "dry_run"}]
+    assert names == [name for name in plain_fields(Settings) if name not in {"config", "dry_run"}]
     assert parse_flags(["--config", str(file)]).model_dump(exclude={"config"}) == Settings().model_dump(
         exclude={"config"}
     )
