@@ -107,8 +107,8 @@ def kept_blocks(
         raise ConfigError(f"kv_offload_dir={directory} is not possible: {why_not}; leave it out")
     if size < bytes_per_file:
         raise ConfigError(
-            f"kv_offload_size={size} holds no block of {bytes_text(bytes_per_file)};"
-            f" set kv_offload_size to {bytes_per_file} or more"
+            f"kv_offload_dir={directory} may have {size} bytes, which hold no block of {bytes_text(bytes_per_file)};"
+            f" give it {bytes_per_file} or more, as DIR:SIZE"
         )
     return size // bytes_per_file
 

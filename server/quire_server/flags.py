@@ -321,7 +321,7 @@ def _check_program(prog: str, given: Collection[str], settings: Settings) -> Non
 
 
 def _of_the_node(name: str) -> str:
-    """What to tell a server that got a node's own flag."""
+    """Say to a server that a flag is a node's, and what the server has instead."""
     return f"is of `quire engine`{_HERE.get(name, '')}"
 
 

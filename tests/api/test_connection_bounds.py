@@ -60,7 +60,7 @@ async def test_requests_behind_requests_wait_unparsed(monkeypatch: pytest.Monkey
 async def test_an_address_has_its_share_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "LOOPBACK", ())
     monkeypatch.setattr(connection, "LINGER_SECONDS", 0.1)
-    app = make_app(max_connections_per_address=2, header_timeout=5)
+    app = make_app(max_connections=4, header_timeout=5)
     async with listening(app) as server:
         open_ones = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
         await asyncio.sleep(0.05)

@@ -21,7 +21,7 @@ from e2e.served import Served
 from replicas.streams import Said, differences, reached, streams
 
 FLAGS = ("--max-model-len", "1024", "--max-num-queued-reqs", "4096", "--max-connections", "4096")
-FLAGS += ("--max-connections-per-address", "4096", "--disable-access-log")
+FLAGS += ("--disable-access-log",)
 NEXT_TOKEN_SECONDS = 3.0  # p95 of a moved stream
 
 

@@ -18,7 +18,7 @@ from e2e.served import Served
 NAMES = ("alpha", "beta", "gamma")
 FORMS = ("", "quantization: int8", "quantization: int4")  # other bits, so that a model's answers are its own
 FLAGS = ("--max-model-len", "512", "--kv-memory", "16MiB", "--max-connections", "4096", "--disable-access-log")
-FLAGS += ("--max-connections-per-address", "4096", "--allow-local-admin")
+FLAGS += ("--allow-local-admin",)
 START_SECONDS = 240.0  # the plans of three models are made first, by a process that loads all libraries
 ROUNDING = 2 << 20  # a plan estimates what a model takes; no weights fit in here
 

@@ -226,7 +226,6 @@ def of_each(settings: Settings, count: int) -> Settings:
     return settings.model_copy(
         update={
             "max_connections": -(-settings.max_connections // count),
-            "max_connections_per_address": -(-settings.max_connections_per_address // count),
             "lora_modules": (),
             "batch_dir": None,  # batches are the main process's
         }

@@ -137,13 +137,13 @@ async def serve(
     """
     limits = limits or ServerLimits()
     most_waiting = allow_connections(settings.max_connections)
-    pace = WritePace(seconds=settings.client_write_timeout, bytes_per_second=limits.client_min_rate)
+    pace = WritePace(seconds=limits.client_write_timeout, bytes_per_second=limits.client_min_rate)
     bound_buffers(sock, pace)
     config = ConnectionConfig(
         app,
         limits=ConnectionLimits(
             max_connections=settings.max_connections,
-            max_connections_per_address=settings.max_connections_per_address,
+            max_connections_per_address=-(-settings.max_connections // 2),
             max_header_bytes=limits.max_header_bytes,
             max_body_bytes=settings.max_body_bytes or LARGEST_BODY,
             header_timeout=limits.header_timeout,

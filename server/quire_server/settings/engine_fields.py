@@ -26,6 +26,7 @@ from quire_server.settings.values import (
     JsonObject,
     LoraModules,
     Names,
+    OffloadFolder,
     OptionalCount,
     PackedCache,
     Positive,
@@ -143,14 +144,11 @@ class EngineFields(EngineExperiments):
         "host memory for preempted requests and evicted prefixes, such as 8GiB; a number below 1024 is GiB; GPUs only",
         "bytes",
     )
-    kv_offload_dir: Path | None = option(
-        None, "Memory", "directory in which prefixes are kept for the next start; on a GPU those of the swap space"
-    )
-    kv_offload_size: Size = option(
-        16 * 2**30,
+    kv_offload_dir: OffloadFolder | None = option(
+        None,
         "Memory",
-        "most bytes of prefixes kept on a CPU, for all engines; the least recently used go first",
-        "bytes",
+        "DIR or DIR:SIZE in which prefixes are kept for the next start, the least recently used go first, at most 16GiB"
+        " unless given; on a GPU those of the swap space",
     )
     packed_cache: PackedCache = option(
         "~/.cache/quire/packed:64GiB",

@@ -121,7 +121,7 @@ def with_experiments(values: Mapping[str, object], source: str) -> dict[str, obj
 def _pairs(given: object, source: str) -> list[tuple[str, object]]:
     """`a=1,b=2`, a list of such texts, or a mapping, as names with their values."""
     if isinstance(given, Mapping):
-        found = [(str(name), value) for name, value in given.items()]
+        found = [(str(name), _text(value)) for name, value in given.items()]
     else:
         words = given if isinstance(given, list | tuple) else [given] if given else []
         found = [_pair(pair, source) for word in words for pair in _NEXT_PAIR.split(str(word))]
@@ -130,6 +130,11 @@ def _pairs(given: object, source: str) -> list[tuple[str, object]]:
         known = ", ".join(EXPERIMENTS)
         raise SettingsError(*(f"{source} {name}: no experiment has this name; known: {known}" for name in unknown))
     return named
+
+
+def _text(value: object) -> object:
+    """Return what YAML reads of `on` and `off` as they were written."""
+    return ("off", "on")[value] if isinstance(value, bool) else value
 
 
 def _pair(text: str, source: str) -> tuple[str, str]:

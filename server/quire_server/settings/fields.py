@@ -43,7 +43,7 @@ from quire_server.settings.sources import (
     vllm_key,
     with_flags,
 )
-from quire_server.settings.values import packed_folder
+from quire_server.settings.values import offload_folder, packed_folder
 from quire_server.settings.vllm import read_settings_file
 
 GROUPS = (
@@ -214,11 +214,13 @@ class Settings(NodeFields, ServerFields, EngineFields, BaseSettings):
             if hasattr(self, field.name) and field.name != "kv_transfer"
         }
         folder, most_bytes = packed_folder(self.packed_cache)
+        kept, most_kept = offload_folder(self.kv_offload_dir)
         words: dict[str, Any] = {
             "model": str(self.model_path),
             "tokenizer": self.tokenizer or "",
             "generation_config": "" if self.generation_config in {"auto", "none"} else self.generation_config,
-            "kv_offload_dir": "" if self.kv_offload_dir is None else str(self.kv_offload_dir),
+            "kv_offload_dir": kept,
+            "kv_offload_size": most_kept,
             "packed_cache": bool(folder),
             "packed_cache_dir": folder,
             "packed_cache_size": most_bytes,

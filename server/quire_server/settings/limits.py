@@ -29,6 +29,7 @@ class ServerLimits:
     sse_keep_alive_interval: float = 15.0  # seconds of silence until a stream gets a comment line, or a ping
     stream_buffer_tokens: int = 256  # waiting for a stream's client; beyond, its request is set aside
     client_min_rate: int = 64  # bytes a second, over the whole of `client_write_timeout`; who takes less is cut off
+    client_write_timeout: float = 60.0  # seconds in which a client must take what waits for it, or the least rate
     # Logs.
     log_stats_interval: float = 10.0  # seconds between two lines with throughput, queue and cache, while requests run
     # Several engines.
@@ -37,6 +38,9 @@ class ServerLimits:
 
 
 _STEPS, _SERVER = SchedulerLimits(), ServerLimits()
+_SLOW = (
+    f"a client that takes less than {_SERVER.client_min_rate} bytes/s for {_SERVER.client_write_timeout:g} s is cut off"
+)
 
 REMOVED: Mapping[str, str] = {
     # -- Scheduling
@@ -62,11 +66,14 @@ REMOVED: Mapping[str, str] = {
     "max_reply_bytes_waiting": f"large replies may take {_SERVER.max_reply_bytes_waiting >> 20} MiB at once",
     # -- Streaming
     "stream_buffer_tokens": f"a stream is set aside once {_SERVER.stream_buffer_tokens} tokens wait for its client",
-    "client_min_rate": f"a client that takes less than {_SERVER.client_min_rate} bytes/s over --client-write-timeout"
-    " is cut off",
+    "client_min_rate": _SLOW,
+    "client_write_timeout": _SLOW,
+    # -- Listening
+    "max_connections_per_address": "one address may open half of --max-connections, those of --trusted-proxies all",
     # -- Memory
     "packed_cache_dir": "--packed-cache DIR names the directory of packed weights",
     "packed_cache_size": "--packed-cache DIR:64GiB has the most bytes after a colon",
+    "kv_offload_size": "--kv-offload-dir DIR:16GiB has the most bytes after a colon",
     # -- Keys
     "api_key_file": "--api-key @FILE reads keys from a file, one a line",
     "admin_api_key_file": "--admin-api-key @FILE reads keys from a file, one a line",

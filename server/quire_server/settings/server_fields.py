@@ -86,12 +86,11 @@ class ServerFields(ServerExperiments):
     max_body_bytes: OptionalSize = option(
         None, "Limits", "largest request body, else 413; default: what prompts for the context take", "bytes"
     )
-    max_connections: Positive = option(1024, "Limits", "open connections, further ones are answered 503")
-    max_connections_per_address: Positive = option(
-        512, "Limits", "open connections from one address; further ones are answered 429"
+    max_connections: Positive = option(
+        1024, "Limits", "open connections, further ones are answered 503; half of them from one address"
     )
     trusted_proxies: Networks = option(
-        (), "Limits", "addresses and networks of proxies, to whose connections the limit per address does not apply"
+        (), "Limits", "addresses and networks of proxies, which may open all connections"
     )
     image_placeholder: Annotated[str, Field(min_length=1, max_length=1024)] | None = option(
         None, "Limits", "text that replaces each image in messages; default: a request with images is refused"
@@ -107,9 +106,6 @@ class ServerFields(ServerExperiments):
     # -- Streaming
     enable_force_include_usage: bool = option(
         False, "Streaming", "usage in every chunk of a stream, even if not requested"
-    )
-    client_write_timeout: PositiveSeconds = option(
-        60.0, "Streaming", "disconnect a client that reads slower than 64 bytes/s for this long", "s"
     )
 
     # -- Lifetime

@@ -139,17 +139,30 @@ def _check_packed_cache(value: object) -> object:
     return str(value)
 
 
-_PACKED_BYTES = 64 << 30  # where no size is given
+_PACKED_BYTES, _OFFLOAD_BYTES = 64 << 30, 16 << 30  # where no size is given
 
 
 def packed_folder(value: str) -> tuple[str, int]:
     """The directory and the most bytes of `DIR:SIZE` or `DIR`; no directory for "off"."""
+    return ("", _PACKED_BYTES) if value == "off" else _folder(value, _PACKED_BYTES)
+
+
+def offload_folder(value: str | None) -> tuple[str, int]:
+    """The directory and the most bytes of `DIR:SIZE` or `DIR`; no directory for None."""
+    return _folder(value or "", _OFFLOAD_BYTES)
+
+
+def _folder(value: str, most_bytes: int) -> tuple[str, int]:
     directory, _, size = value.rpartition(":")
-    if value == "off":
-        return "", _PACKED_BYTES
-    if not directory:
-        return value, _PACKED_BYTES
-    return directory, cast(int, _parse_size(size))
+    return (directory, cast(int, _parse_size(size))) if directory else (value, most_bytes)
+
+
+def _check_offload(value: object) -> object:
+    """A directory that may have a size."""
+    if not isinstance(value, str | Path):
+        return value
+    _folder(str(value), _OFFLOAD_BYTES)
+    return str(value)
 
 
 def _parse_optional_size(value: object) -> object:
@@ -236,6 +249,7 @@ Count = Annotated[int, BeforeValidator(parse_count)]
 OptionalCount = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(parse_count)]
 Size = Annotated[int, BeforeValidator(_parse_size), Field(gt=0)]
 OptionalSize = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_parse_optional_size)]
+OffloadFolder = Annotated[str, BeforeValidator(_check_offload)]
 PackedCache = Annotated[str, BeforeValidator(_check_packed_cache)]
 SwapSpace = Annotated[int, BeforeValidator(_parse_swap_space), Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]

@@ -432,7 +432,7 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_is("block-size", "block_size"),
     *_is("enable-prefix-caching", "enable_prefix_caching", takes="switch"),
     *_is("max-num-partial-prefills", "max_num_partial_prefills"),
-    *_is("async-scheduling", "async_scheduling"),
+    *_is("async-scheduling", "async_scheduling", values={"on": "on", "off": "off"}),
     *_is("long-prefill-token-threshold", "prefill_chunk", "0 is no limit", values={"0": None}),
     *_is("max-num-scheduled-tokens", "max_num_batched_tokens", "the smaller of both", least=True),
     *_is("max-num-active-seqs", "max_num_seqs", "the smaller of both", least=True),

@@ -91,7 +91,7 @@ async def watch(server: Served, sockets: Sequence[socket.socket], alone: float, 
             tokens = server.metric("quire_generation_tokens_total")
         await asyncio.sleep(0.1)
     told = (
-        f"{num_cut} of {count} were cut, the last after {seconds:.1f} s (--client-write-timeout {WRITE_TIMEOUT:g});"
+        f"{num_cut} of {count} were cut, the last after {seconds:.1f} s (client_write_timeout {WRITE_TIMEOUT:g});"
         f" {tokens:.0f} tokens were made of {count * MOST_TOKENS}, the last after {is_still_at:.1f} s; at most"
         f" {most_held:.0f} were held, {most_bytes / 1e3:.0f} kB of replies waited, memory grew by"
         f" {most_rss - before:.1f} MB; a stream of 100 tokens took {beside:.2f} s beside them, {alone:.2f} s alone"
@@ -129,8 +129,20 @@ async def take_little(server: Served) -> str:
             sock.close()
 
 
-FLAGS = ("--client-write-timeout", str(WRITE_TIMEOUT), "--max-num-seqs", "16")
+FLAGS, LIMITS = ("--max-num-seqs", "16"), f"client_write_timeout={WRITE_TIMEOUT:g}"
 ROWS = (
-    Row(name="clients-silent", what="16 readers that take nothing of their streams", act=take_nothing, flags=FLAGS),
-    Row(name="clients-sipping", what="32 readers that take 20 bytes a second", act=take_little, flags=FLAGS),
+    Row(
+        name="clients-silent",
+        what="16 readers that take nothing of their streams",
+        act=take_nothing,
+        flags=FLAGS,
+        limits=LIMITS,
+    ),
+    Row(
+        name="clients-sipping",
+        what="32 readers that take 20 bytes a second",
+        act=take_little,
+        flags=FLAGS,
+        limits=LIMITS,
+    ),
 )

@@ -306,7 +306,7 @@ def _network(window: Window) -> Cause | None:
         numbers=f"{stalled:.1f} connections wait for their clients to read, with {kilobytes:,.0f} KiB, and {held:.1f}"
         f" sequences are set aside for it; the engine's own step takes {duration(step)} with {running:.1f} sequences",
         remedy="look at the client, the proxy and the way between: a stream must be read as it comes;"
-        " --client-write-timeout cuts off a client that has stopped",
+        " a client that has stopped is cut off after a minute",
     )
 
 

@@ -56,7 +56,7 @@ def test_every_problem_of_every_source_at_once(
     file = tmp_path / "quire.yaml"
     file.write_text("prot: 12\npipeline-parallel-size: 2\n")
     monkeypatch.setenv("QUIRE_PROT", "3")
-    monkeypatch.setenv("QUIRE_BLOCK_SIZE", "7")
+    monkeypatch.setenv("QUIRE_SET", "block_size=7")
     monkeypatch.setenv("QUIRE_ADMIN_API_KEY", " ")
     words = [
         "--config",
@@ -82,7 +82,7 @@ def test_every_problem_of_every_source_at_once(
         "unknown environment variable QUIRE_PROT; did you mean QUIRE_PORT?",
         f"--config {file}: unknown setting 'prot'; did you mean port?",
         "--port: input should be a valid integer",
-        "QUIRE_BLOCK_SIZE: block sizes are 16",
+        "QUIRE_SET: block_size: block sizes are 16",
     ]
     for text in expected:
         assert len([line for line in problems if line.startswith(text)]) == 1, (text, problems)

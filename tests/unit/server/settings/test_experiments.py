@@ -78,10 +78,11 @@ def test_all_at_once_by_one_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sources_win_name_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "quire.yaml"
-    file.write_text("set: {learn: true, block_size: 64, kernels: cpu}\n")
+    file.write_text("set: {learn: true, block_size: 64, kernels: cpu, async_scheduling: off}\n")
     monkeypatch.setenv("QUIRE_SET", "block_size=32,kernels=triton")
     settings = parse_flags(["--config", str(file), "--set", "kernels=reference", "--set", "max-logprobs=3"])
-    assert set_in(settings) == {"learn": True, "block_size": 32, "kernels": "reference", "max_logprobs": 3}
+    by_file = {"learn": True, "async_scheduling": "off"}  # which YAML reads as truths
+    assert set_in(settings) == {"block_size": 32, "kernels": "reference", "max_logprobs": 3, **by_file}
 
 
 @pytest.mark.parametrize("name", sorted(EXPERIMENTS.keys() - set(names_of_vllm())))

@@ -288,8 +288,6 @@ def test_engine_config_takes_every_engine_setting():
         "kv_memory": 1000,
         "gpu_memory_utilization": 0.5,
         "swap_space": 2048,
-        "kv_offload_dir": "/var/kv",
-        "kv_offload_size": 1 << 30,
         "enable_prefix_caching": False,
         "scheduling_policy": "priority",
         "preemption_victim": "youngest",
@@ -305,7 +303,8 @@ def test_engine_config_takes_every_engine_setting():
         "learn": True,
         "role": "prefill",
     }
-    got = flat(Settings(**changed, packed_cache="/var/packed:1GiB", enable_fault_injection="oom@3").engine_config())
+    folders = {"packed_cache": "/var/packed:1GiB", "kv_offload_dir": "/var/kv:2GiB"}
+    got = flat(Settings(**changed, **folders, enable_fault_injection="oom@3").engine_config())
     default = flat(EngineConfig(model=""))
     assert got.pop("faults") == ({"point": "oom", "nth": 3, "seed": None},)
     assert not got.pop("swap_on_cpu")  # for tests alone
@@ -314,6 +313,7 @@ def test_engine_config_takes_every_engine_setting():
     assert got.pop("row_seconds") == ()  # the supervisor passes on what an earlier engine measured
     packed = [got.pop(name) for name in ("packed_cache", "packed_cache_dir", "packed_cache_size")]
     assert packed == [True, "/var/packed", 1 << 30]  # one setting
+    assert (got.pop("kv_offload_dir"), got.pop("kv_offload_size")) == ("/var/kv", 2 << 30)  # one setting too
     assert got.pop("kv_transfer") is None  # from several settings, as the next test says
     assert (got.pop("replicas"), got.pop("tells_prefixes"), got.pop("alive_seconds")) == (1, False, 0)  # divided_config
     assert not got.pop("tells_blocks")  # where the programs start
