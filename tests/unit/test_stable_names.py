@@ -27,7 +27,7 @@ def test_the_names_are_there_in_number(now: Names) -> None:
     } == dict.fromkeys(KINDS, True)
 
 
-LEAST = (15, 300, 100, 80, 60, 300, 20)
+LEAST = (15, 300, 50, 80, 60, 300, 20)
 
 
 @pytest.mark.parametrize("kind", KINDS)
