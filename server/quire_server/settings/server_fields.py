@@ -155,5 +155,5 @@ class ServerFields(ServerExperiments):
 
     # -- Experiments
     set: Strings = option(
-        (), "Experiments", "NAME=VALUE: a setting for tests, measurements and rare machines; `--set help` lists them"
+        (), "Experiments", "a setting for tests, measurements and rare machines; `--set help` lists them"
     )
