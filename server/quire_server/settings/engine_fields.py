@@ -155,9 +155,6 @@ class EngineFields(EngineExperiments):
         "Memory",
         "DIR or DIR:SIZE, files of packed weights for the next start, the least recently used go first; off: none",
     )
-    max_cpu_loras: Positive | None = option(
-        None, "Memory", "most adapters kept in memory; others are read when requested; default: --max-loras"
-    )
 
     # -- Scheduling
     max_num_seqs: int = option(LIMITS.max_num_seqs, "Scheduling", "sequences computed in one step at most")

@@ -18,7 +18,7 @@ from quire_engine.contract.types import MAX_LOGPROBS
 from quire_engine.routing.policy import RoutePolicyName
 from quire_server.settings.faults import FaultList
 from quire_server.settings.sources import SettingsError, flag_name
-from quire_server.settings.values import BlockSize, LogprobLimit, Names, PositiveSeconds, option
+from quire_server.settings.values import BlockSize, LogprobLimit, Names, Positive, PositiveSeconds, option
 
 SET = "set"  # the setting that has them
 _LIMITS = SchedulerLimits()
@@ -47,6 +47,9 @@ class EngineExperiments(BaseModel):
         20,
         "Experiments",
         f"most alternatives per token a client may request; at most {MAX_LOGPROBS}, which -1 means too",
+    )
+    max_cpu_loras: Positive | None = option(
+        None, "Experiments", "most adapters kept in memory; others are read when requested; default: --max-loras"
     )
     block_size: BlockSize = option(
         _LIMITS.block_size, "Experiments", "tokens per KV block: 16, 32, 64, 128 or 256", "tokens"

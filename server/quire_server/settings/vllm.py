@@ -537,6 +537,7 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_any("disable-chunked-mm-input", _TEXT, "switch"),
     *_off("enable-mm-embeds mm-encoder-only", _TEXT),
     # -- Adapters and speculation
+    *_is("max-cpu-loras", "max_cpu_loras"),
     *_off("enable-lora-bias enable-prompt-adapter enable-tower-connector-lora", _LORA),
     *_never("prompt-adapters lora-target-modules", _LORA, "values"),
     *_never("default-mm-loras qlora-adapter-name-or-path", _LORA),
