@@ -96,23 +96,6 @@ class _Help(argparse.Action):
         parser.exit()
 
 
-class _Set(argparse.Action):
-    """`--set NAME=VALUE`, which may be given several times, and `--set help`."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: object = None,
-    ) -> None:
-        del option_string
-        if values == "help":
-            print(_experiments_text(_width()))
-            parser.exit()
-        setattr(namespace, SET, [*getattr(namespace, SET, ()), values])
-
-
 class _Model(argparse.Action):
     """`--model`, which may be given several times."""
 
@@ -392,7 +375,9 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo, text:
     kind = value_kind(field.annotation)
     text = _help_text(field).replace("%", "%%") if text is None else text
     if name == SET:
-        group.add_argument(flag_name(name), action=_Set, dest=name, metavar="NAME=VALUE", help=text)
+        group.add_argument(
+            flag_name(name), action="append", type=_experiment, dest=name, metavar="NAME=VALUE", help=text
+        )
     elif kind is bool:
         group.add_argument(flag_name(name), action=argparse.BooleanOptionalAction, dest=name, help=text)
     elif kind is tuple:
@@ -403,6 +388,14 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo, text:
         group.add_argument(flag_name(name), dest=name, type=synonym_of(name), choices=get_args(kind), help=text)
     else:
         group.add_argument(flag_name(name), dest=name, metavar=_metavar(kind, option_unit(field)), help=text)
+
+
+def _experiment(text: str) -> str:
+    """Return NAME=VALUE as it is. Prints what there is and exits for `help`."""
+    if text == "help":
+        print(_experiments_text(_width()))
+        raise SystemExit(0)
+    return text
 
 
 def _experiments_text(width: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -13,11 +14,13 @@ import pytest
 import torch
 
 from quire_engine.contract.config import EngineConfig, engine_config, for_later_engines
-from quire_engine.execution import proven_paths
+from quire_engine.execution import proven_paths, prover_process
 from quire_engine.execution.models.found import find_model
 from quire_engine.execution.proven_paths import asked_paths, may_be_asked, shown_here, without_paths
 from quire_engine.execution.prover_process import ProverProcess, Stuck
 from quire_engine.execution.verdict import Verdict, verdict_of
+from quire_engine.tools.prover import ahead
+from quire_engine.tools.prover.ahead import prover_ahead
 from quire_engine.tools.prover.workers import Broken, Patience, Watch, prove
 from quire_kernels.optional_paths import (
     DECODE_CHAIN,
@@ -250,7 +253,7 @@ SAYS = "import json, sys; print(json.dumps([sys.stdin.readline(), [0, 1, 2]])); 
 def test_a_prover_answers_once_and_has_nothing_of_its_parent(way):
     signs = []
     process = started(way)
-    reply, code = process.ask(b"what?\n", go_on=lambda: signs.append(1), every=60.0, longest=300.0)
+    reply, code = process.ask(b"what?\n", go_on=lambda: signs.append(1), every=300.0, longest=600.0)
     assert (json.loads(reply), code, signs) == (["what?\n", [0, 1, 2]], 7, [1])
     process.dismiss()  # which has nothing left to do
 
@@ -263,14 +266,66 @@ def test_a_prover_that_is_asked_nothing_ends(way):
         os.kill(process.pid, 0)
 
 
-def test_a_prover_that_is_stuck_is_killed_after_signs_of_life():
-    signs = []
-    process = started("launched", "import time; time.sleep(1000)")
+SLEEPS = "import time; time.sleep(1000)"
+
+
+def test_a_prover_that_is_stuck_is_killed():
+    process = started("launched", SLEEPS)
     with pytest.raises(Stuck, match="did not end within"):
-        process.ask(b"?\n", go_on=lambda: signs.append(1), every=0.05, longest=0.2)
-    assert len(signs) > 1
+        process.ask(b"?\n", go_on=lambda: None, every=0.01, longest=0.05)
+    assert_ended(process)
+
+
+def test_a_prover_gives_signs_of_life():
+    signs = []
+
+    def go_on() -> None:
+        signs.append(1)
+        if len(signs) == 3:
+            os.kill(process.pid, signal.SIGKILL)
+
+    process = started("launched", SLEEPS)
+    assert process.ask(b"?\n", go_on=go_on, every=0.01, longest=600.0) == (b"", -signal.SIGKILL)
+    assert len(signs) >= 3
+
+
+def test_a_prover_ends_with_whoever_waits_for_it():
+    """A start whose parent has gone cannot say that it goes on."""
+
+    def go_on() -> None:
+        raise BrokenPipeError
+
+    process = started("launched", SLEEPS)
+    with pytest.raises(BrokenPipeError):
+        process.ask(b"?\n", go_on=go_on, every=300.0, longest=600.0)
+    assert_ended(process)
+
+
+def test_a_prover_that_says_all_and_stays_is_ended(monkeypatch):
+    monkeypatch.setattr(prover_process, "ENDING", 0.05)
+    process = started("launched", f"import os; os.write(1, b'all'); os.close(1); {SLEEPS}")
+    assert process.ask(b"?\n", go_on=lambda: None, every=300.0, longest=600.0) == (b"all", -signal.SIGKILL)
+    assert_ended(process)
+
+
+def assert_ended(process: ProverProcess) -> None:
+    before = os.listdir("/proc/self/fd")
+    process.dismiss()
+    assert os.listdir("/proc/self/fd") == before, "nothing is closed twice"
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
+
+
+def test_a_start_goes_on_where_no_prover_can_be_forked(monkeypatch):
+    def fork() -> int:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(ahead, "may_be_asked", lambda _: True)
+    monkeypatch.setattr(os, "fork", fork)
+    before = os.listdir("/proc/self/fd")
+    with prover_ahead(EngineConfig(model="/m")) as prover:
+        assert prover is None
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_prover_that_cannot_start_is_an_error_of_the_system():

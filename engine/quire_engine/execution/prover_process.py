@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
+ENDING = 30.0  # seconds for a process that dies, which may write its memory to a file
 _PIECE_BYTES = 1 << 16
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 
@@ -28,8 +29,9 @@ class ProverProcess:
     """A process that reads questions from a pipe until its end, and then ends by itself."""
 
     def __init__(self, pid: int, questions: int, replies: int) -> None:
-        self.pid, self._questions, self._replies = pid, questions, replies
-        self._is_there = True
+        self.pid = pid
+        self._questions, self._replies = os.fdopen(questions, "wb", 0), os.fdopen(replies, "rb", 0)
+        self._code: int | None = None  # None: it has not ended
 
     @classmethod
     def launched(cls, command: Sequence[str], environment: Mapping[str, str] = os.environ) -> ProverProcess:
@@ -49,46 +51,69 @@ class ProverProcess:
 
     @classmethod
     def forked(cls, main: Callable[[], int]) -> ProverProcess:
-        """Fork this process into one that runs `main`, which talks on its stdin and stdout and returns an exit code."""
+        """Fork this process into one that runs `main`, which talks on its stdin and stdout and returns an exit code.
+
+        Raises OSError.
+        """
         (asked, questions), (replies, said) = os.pipe(), os.pipe()
-        pid = os.fork()
-        if not pid:
-            _run(main, asked, said)
-        os.close(asked)
-        os.close(said)
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(questions)
+            os.close(replies)
+            raise
+        else:
+            if not pid:
+                _run(main, asked, said)
+        finally:
+            os.close(asked)
+            os.close(said)
         return cls(pid, questions, replies)
 
     def ask(self, question: bytes, *, go_on: Callable[[], None], every: float, longest: float) -> tuple[bytes, int]:
         """Ask the only question: the reply, and the exit code of the process, which has ended then. Raises Stuck.
 
-        `go_on` is called at once and then every so many seconds; after `longest` seconds the process is killed.
+        `go_on` is called at once and then every so many seconds; after `longest` seconds the process is killed, as
+        where `go_on` raises.
         """
-        with suppress(BrokenPipeError):  # its exit code tells more
-            os.write(self._questions, question)
-        os.close(self._questions)
-        end, reply = time.monotonic() + longest, b""
-        while time.monotonic() < end:
-            go_on()
-            while select.select([self._replies], [], [], every)[0]:
-                data = os.read(self._replies, _PIECE_BYTES)
-                if not data:
-                    return reply, self._ended()
-                reply += data
-        os.kill(self.pid, signal.SIGKILL)
-        self._ended()
-        raise Stuck(f"its process did not end within {longest:g} seconds")
+        try:
+            with suppress(BrokenPipeError):  # its exit code tells more
+                self._questions.write(question)
+            self._questions.close()
+            end, reply = time.monotonic() + longest, b""
+            while time.monotonic() < end:
+                go_on()
+                while select.select([self._replies], [], [], every)[0]:
+                    data = self._replies.read(_PIECE_BYTES)
+                    if not data:
+                        return reply, self._ended(seconds=ENDING)
+                    reply += data
+            raise Stuck(f"its process did not end within {longest:g} seconds")
+        finally:
+            self.dismiss()
 
     def dismiss(self) -> None:
-        """End the process, if it was asked nothing."""
-        if self._is_there:
-            os.kill(self.pid, signal.SIGKILL)  # first: it would take the end of its questions for something to read
-            self._ended()
-            os.close(self._questions)
+        """End the process, if it has not ended."""
+        self._ended(seconds=0.0)  # killed first: it would take the end of its questions for something to read
 
-    def _ended(self) -> int:
-        self._is_there = False
-        os.close(self._replies)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+    def _ended(self, *, seconds: float) -> int:
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(end_child(self.pid, seconds=seconds))
+            self._questions.close()
+            self._replies.close()
+        return self._code
+
+
+def end_child(pid: int, *, seconds: float) -> int:
+    """Wait for a child's end, which it has so many seconds for before it is killed: its status."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
 
 
 def _run(main: Callable[[], int], asked: int, said: int) -> NoReturn:

@@ -9,7 +9,7 @@ import os
 import select
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from quire_engine.contract.config import EngineConfig
@@ -21,16 +21,18 @@ from quire_engine.machine import die_with_parent
 @contextmanager
 def prover_ahead(config: EngineConfig) -> Iterator[ProverProcess | None]:
     """Fork a prover, where one may be needed, and end it if it is not: for a process of one thread that has imported
-    torch and has not touched the GPU. Importing torch again takes longer than the checks.
+    torch and has not touched the GPU. Importing torch again takes longer than the checks. None: a start that needs
+    one launches it.
     """
-    if not may_be_asked(config):
-        yield None
-        return
-    process = ProverProcess.forked(partial(_main, os.getpid()))
+    process = None
+    if may_be_asked(config):
+        with suppress(OSError):  # no memory or process is left for what may not be needed
+            process = ProverProcess.forked(partial(_main, os.getpid()))
     try:
         yield process
     finally:
-        process.dismiss()
+        if process is not None:
+            process.dismiss()
 
 
 def _main(parent: int) -> int:

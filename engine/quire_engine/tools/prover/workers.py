@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from quire_engine.execution.prover_process import ENDING, end_child
 from quire_engine.execution.verdict import Verdict
 from quire_engine.machine import die_with_parent
 
 _COMPILING = 60.0  # seconds for one kernel, and for a worker to begin
-_ENDING = 30.0  # seconds for a worker that dies, which may write its memory to a file
 _MOST_FAULTS = 12
 _PIECE_BYTES = 1 << 16
 
@@ -109,14 +109,14 @@ class Watch:
             while not self._done:
                 data = self._read(reader)
                 if not data:
-                    problem, seconds = (self._hung, 0.0) if data is None else ("", _ENDING)
+                    problem, seconds = (self._hung, 0.0) if data is None else ("", ENDING)
                     break
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     self._note(json.loads(line))
         finally:
             os.close(reader)
-            code = _end(pid, seconds=seconds)
+            code = end_child(pid, seconds=seconds)
         if not self._done:
             self._blame(problem or _how(code))
         return self._done
@@ -171,18 +171,6 @@ class Watch:
 
 def _readable(descriptor: int, seconds: float) -> bool:
     return bool(select.select([descriptor], [], [], seconds)[0])
-
-
-def _end(pid: int, *, seconds: float) -> int:
-    """The status of a worker's end, which it has so many seconds for before it is killed."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return status
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    return os.waitpid(pid, 0)[1]
 
 
 def _how(status: int) -> str:
