@@ -25,6 +25,8 @@ from quire_engine.contract.limits import SchedulerLimits
 from quire_engine.cost_model import knees
 from quire_engine.execution.drafting.row_costs import measuring_step
 from quire_kernels.kernel_set import Fetch
+from quire_server.checkpoint.locate import localized
+from quire_server.flags import parse_flags
 
 # Around the ends of tiles of 4, 6, 16 and 32 rows, then ever fewer.
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -107,7 +109,7 @@ def main() -> None:
     )
     asked = parser.parse_args()
     config = EngineConfig(
-        model=asked.model,
+        model=localized(parse_flags(["--model", asked.model])).model,
         quantization=asked.quantization,
         kv_cache_dtype=asked.kv_cache_dtype,
         num_threads=asked.threads,
