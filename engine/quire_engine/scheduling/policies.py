@@ -303,7 +303,7 @@ class FixedChunk:
         return min(pending, self._cap - planned, budget)
 
 
-FEWEST = 64  # prompt tokens; smaller matrix products leave a part of the machine unused
+FEWEST = 32  # prompt tokens; fewer share the reading of the weights, and each of them costs notably more
 _WEIGHT = 0.3  # weight of the newest step in the moving average
 
 
@@ -333,7 +333,7 @@ class ItlTarget:
 
     def learn(self, *, prompt_tokens: int, num_decodes: int, seconds: float) -> None:
         """Learn from a step's size and its seconds."""
-        if prompt_tokens * 2 < self._fewest:
+        if prompt_tokens < self._fewest:
             return  # its decodes take most of its time
         rate = seconds / (prompt_tokens + num_decodes)
         known = self._seconds_per_token

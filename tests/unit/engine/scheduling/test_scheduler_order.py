@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from quire_engine.scheduling.policies import FEWEST
 from support.fake_executor import expected_tokens, new_run, request
 
 
@@ -107,7 +108,9 @@ def test_streams_do_not_wait_for_a_long_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("streams", "sizes"), [([], [512]), (["stream"], [65] * 3)], ids=["alone", "beside a stream, 64 tokens a step"]
+    ("streams", "sizes"),
+    [([], [512]), (["stream"], [51, *[1 + FEWEST] * 7])],
+    ids=["alone", "beside a stream, half of the fewest tokens a step"],
 )
 def test_short_prompts_do_not_wait_for_a_long_one(streams: list[str], sizes: list[int]) -> None:
     run = new_run(num_blocks=1024, max_model_len=8192, prefill_chunk=512, itl_target=0.1)
