@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import NoReturn
 
 import pytest
 
 from quire_server.answering import echoing
 from quire_server.text.text_threads import LARGE_CHARS
 from quire_server.text.tokenizer import TextTokenizer
+from quire_server.text.tokenizer_process import TokenizerProcess
 from support.events import parse_events
 from support.fake_engine import FakeEngine
 from support.fakes import connect, listening, make_app, make_state
@@ -196,7 +198,14 @@ async def test_the_parts_of_all_messages_are_bounded(path: str, body: dict) -> N
     assert "at most 8192 content parts" in reply.text
 
 
-async def test_text_work_ends_with_its_client() -> None:
+async def test_text_work_ends_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never_ends(*_: object, **__: object) -> NoReturn:
+        began.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    began = asyncio.Event()
+    monkeypatch.setattr(TokenizerProcess, "encode", never_ends)
     state = make_state(max_body_bytes=16 << 20)
     body = json.dumps({"prompt": "ab" * (3 << 20)}).encode()
     head = (
@@ -212,6 +221,7 @@ async def test_text_work_ends_with_its_client() -> None:
         async with asyncio.timeout(300):
             while state.text._budget.num_texts < 4:  # noqa: ASYNC110 - what is waited for has no event
                 await asyncio.sleep(0.01)
+            await began.wait()
         for writer in writers:
             writer.transport.abort()
         async with asyncio.timeout(300):

@@ -228,6 +228,6 @@ def _experiment(field: str, flags: Mapping[str, object]) -> str:
     """How an experiment is spelled where it is set."""
     if field in flags:
         return f"--set {field}"
-    if field in os.environ.get(f"{ENV_PREFIX}SET", ""):
+    if re.search(rf"\b{field} *=", os.environ.get(f"{ENV_PREFIX}SET", "").replace("-", "_")):
         return f"{ENV_PREFIX}SET: {field}"
     return f"set: {field} in the configuration file"

@@ -127,7 +127,14 @@ def test_other_sources_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert refusal("--config", str(file)).startswith(f"--config {file}: set: kernel: no experiment has this name")
     file.write_text("set: {kernels: fast}\n")
     assert refusal("--config", str(file)).startswith("set: kernels in the configuration file: input should be")
-    monkeypatch.setenv("QUIRE_SET", "kernels=fast")
+    monkeypatch.setenv("QUIRE_SET", "cpu-variant=kernels,learn=true")
+    with pytest.raises(SettingsError) as both:
+        parse_flags(["--config", str(file)])
+    assert sorted(problem.partition(": input should be")[0] for problem in both.value.lines) == [
+        "QUIRE_SET: cpu_variant",
+        "set: kernels in the configuration file",
+    ]
+    monkeypatch.setenv("QUIRE_SET", "learn=true,kernels=fast")
     assert refusal().startswith("QUIRE_SET: kernels: input should be")
     monkeypatch.setenv("QUIRE_SET", "kernel=cpu")
     assert refusal().startswith("QUIRE_SET: kernel: no experiment has this name")
