@@ -98,5 +98,6 @@ def busy(**changes: object) -> EngineStats:
         "decode_tokens": 3,
         "step_seconds": 0.02,
         "host_seconds": 0.001,
+        "total_preemptions_by_mode": {"recompute": changes.get("total_preemptions", 0), "swap": 0},
     }
     return EngineStats(**(values | changes))

@@ -6,7 +6,7 @@ loop, HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from itertools import zip_longest
 from typing import Literal, get_args
@@ -364,39 +364,41 @@ class EngineMetrics:
         )
         self._prefill_cost = PrefillCost()
         self.restarts = values.counter("quire_engine_restarts", "Times the engine process was replaced.")
-        self._totals = (
-            _Total(self.preempted, "recompute"),
-            _Total(self.preempted, "swap"),
-            _Total(self._alias_preempted),
-            *(_Total(self.preempted_by_cause, cause) for cause in PREEMPTION_CAUSES),
-            _Total(self.swapped_bytes, "out"),
-            _Total(self.swapped_bytes, "in"),
-            *(_Total(self.kept.events, event) for event in KEPT_EVENTS),
-            *(_Total(self.pins.events, event) for event in PIN_EVENTS),
-            *(_Total(self.transfers.events, event) for event in TRANSFER_EVENTS),
-            *(_Total(self.transfers.bytes, direction) for direction in DIRECTIONS),
-            _Total(self.transfers.wait_seconds),
-            _Total(self.query_tokens),
-            _Total(self.hit_tokens),
-            _Total(self.evictions),
-            _Total(self.blocks_taken),
-            _Total(self.kv_wait_seconds),
-            _Total(self.padded),
-            _Total(self.steps.busy_seconds),
-            _Total(self.recomputed),
-            _Total(self.drafts),
-            _Total(self.draft_tokens),
-            _Total(self.accepted_tokens),
-            *(_Total(self.accepted_by_position, str(position)) for position in range(MOST_DRAFTS)),
-            *(_Total(self.undrafted, cause) for cause in NO_DRAFT_CAUSES),
-        )
-        self._saved = _Total(self.saved_tokens)
+        self._swaps = {f"total_swapped_{way}_blocks": _Total(self.swapped_bytes, way) for way in ("out", "in")}
+        self._totals = {  # by field of EngineStats
+            "total_preemptions": _Total(self._alias_preempted),
+            "total_preemptions_by_mode": _Total(self.preempted),
+            "total_preemptions_by_cause": _Total(self.preempted_by_cause),
+            **self._swaps,
+            **{f"total_kept_{event}": _Total(self.kept.events, event) for event in KEPT_EVENTS},
+            "total_pins": _Total(self.pins.events),
+            "total_transfers": _Total(self.transfers.events),
+            "total_transfer_bytes": _Total(self.transfers.bytes),
+            "total_transfer_wait_seconds": _Total(self.transfers.wait_seconds),
+            "total_prefix_query_tokens": _Total(self.query_tokens),
+            "total_prefix_hit_tokens": _Total(self.hit_tokens),
+            "total_kv_evictions": _Total(self.evictions),
+            "total_blocks_taken": _Total(self.blocks_taken),
+            "total_kv_wait_seconds": _Total(self.kv_wait_seconds),
+            "total_padding_rows": _Total(self.padded),
+            "total_busy_seconds": _Total(self.steps.busy_seconds),
+            "total_recomputed_tokens": _Total(self.recomputed),
+            "total_drafts": _Total(self.drafts),
+            "total_draft_tokens": _Total(self.draft_tokens),
+            "total_accepted_tokens": _Total(self.accepted_tokens),
+            "total_accepted_by_position": _Total(self.accepted_by_position),
+            "total_undrafted": _Total(self.undrafted),
+            "total_rank_seconds": _Total(self.ranks.seconds),
+            "total_prefill_tokens_saved": _Total(self.saved_tokens),
+        }
 
     def begin(self, plan: EnginePlan) -> None:
         """An engine with this plan has started and is empty."""
         self._bytes_per_block = plan.bytes_per_block
         self._num_blocks = plan.scheduler.num_blocks
         self.pool.set(self._num_blocks)
+        for total in self._swaps.values():
+            total.unit = plan.bytes_per_block
         self.ranks.begin(plan)
         self._reset()
 
@@ -416,41 +418,13 @@ class EngineMetrics:
         if stats.blocks_total == 0:  # sent on behalf of an engine that has ended
             return
         self._state = stats
-        swaps = stats.total_preemptions_by_mode.get("swap", 0)
-        for total, value in zip(
-            self._totals,
-            (
-                stats.total_preemptions - swaps,
-                swaps,
-                stats.total_preemptions,
-                *(stats.total_preemptions_by_cause.get(cause, 0) for cause in PREEMPTION_CAUSES),
-                stats.total_swapped_out_blocks * self._bytes_per_block,
-                stats.total_swapped_in_blocks * self._bytes_per_block,
-                *kept_totals(stats),
-                *transfer_totals(stats),
-                stats.total_prefix_query_tokens,
-                stats.total_prefix_hit_tokens,
-                stats.total_kv_evictions,
-                stats.total_blocks_taken,
-                stats.total_kv_wait_seconds,
-                stats.total_padding_rows,
-                stats.total_busy_seconds,
-                stats.total_recomputed_tokens,
-                stats.total_drafts,
-                stats.total_draft_tokens,
-                stats.total_accepted_tokens,
-                *(stats.total_accepted_by_position or (0,) * MOST_DRAFTS),
-                *(stats.total_undrafted.get(cause, 0) for cause in NO_DRAFT_CAUSES),
-            ),
-            strict=True,
-        ):
-            if value != total.last:
+        num_saved = self.saved_tokens.get()
+        for name, total in self._totals.items():
+            if (value := getattr(stats, name)) != total.last:
                 total.advance(value)
-        self.ranks.observe(stats.total_rank_seconds)
         self.fragments.observe(stats)
-        if stats.total_prefill_tokens_saved != self._saved.last:
-            num_saved = self._saved.advance(stats.total_prefill_tokens_saved)
-            self.saved_seconds.inc(num_saved * self._prefill_cost.seconds_per_token)
+        num_saved = self.saved_tokens.get() - num_saved
+        self.saved_seconds.inc(num_saved * self._prefill_cost.seconds_per_token)
         if stats.step_seconds > stats.host_seconds:  # otherwise the model did not run: the message reports an abort
             generated = stats.decode_tokens if generated_tokens is None else generated_tokens
             self.steps.observe(stats, generated, stats.prefill_tokens if prompt_tokens is None else prompt_tokens)
@@ -511,7 +485,7 @@ class EngineMetrics:
     def restarted(self) -> None:
         """The engine process was replaced: its totals begin at 0 again, and nothing runs for now."""
         self.restarts.inc()
-        for total in (*self._totals, *self.ranks.totals, self._saved):
+        for total in self._totals.values():
             total.last = 0
         self.fragments.restarted()
         self._reset()
@@ -560,19 +534,6 @@ class PinMetrics:
         )
 
 
-def kept_totals(stats: EngineStats) -> tuple[int, ...]:
-    """The totals of KV blocks in files, then of those that are kept for a time, in the order of their metrics."""
-    in_files = (getattr(stats, f"total_kept_{event}") for event in KEPT_EVENTS)
-    return (*in_files, *(stats.total_pins.get(event, 0) for event in PIN_EVENTS))
-
-
-def transfer_totals(stats: EngineStats) -> tuple[float, ...]:
-    """The totals of KV blocks that are passed on, in the order of their metrics."""
-    events = (stats.total_transfers.get(event, 0) for event in TRANSFER_EVENTS)
-    sizes = (stats.total_transfer_bytes.get(direction, 0) for direction in DIRECTIONS)
-    return (*events, *sizes, stats.total_transfer_wait_seconds)
-
-
 class TransferMetrics:
     """KV blocks of prompts that nodes pass on to each other."""
 
@@ -603,8 +564,7 @@ class RankMetrics:
     """Processes that compute a model together."""
 
     def __init__(self, values: Values) -> None:
-        self.totals: list[_Total] = []  # by rank
-        self._seconds = values.counter(
+        self.seconds = values.counter(
             "quire_rank_gather_seconds",
             "Time that a rank has waited for columns that others had not computed yet, seconds: the one that waits"
             " least is the slowest. None without --tensor-parallel-size; of several engines those of equal number"
@@ -635,14 +595,6 @@ class RankMetrics:
         for rank, device in enumerate(self._devices):
             for state, total in (("reserved", reserved), ("used", stats.blocks_used * bytes_per_block), ("live", live)):
                 self._bytes.set(total / len(self._devices), str(rank), device, state)
-
-    def observe(self, seconds: tuple[float, ...]) -> None:
-        """`seconds`: of each rank, since the engine started."""
-        for rank, total in enumerate(seconds):
-            if rank == len(self.totals):
-                self.totals.append(_Total(self._seconds, str(rank)))
-            if total != self.totals[rank].last:
-                self.totals[rank].advance(total)
 
 
 class FragmentMetrics:
@@ -694,22 +646,38 @@ class _Samples:
         self.last = counts, total
 
 
-class _Total:
-    """Follows a total that falls back to 0 when the engine is replaced."""
+_Value = float | Mapping[str, float] | tuple[float, ...]
 
-    __slots__ = ("_counter", "_labels", "last")
+
+class _Total:
+    """Follows a field of EngineStats that falls back to 0 when the engine is replaced: a number, or one by label."""
+
+    __slots__ = ("_counter", "_labels", "last", "unit")
 
     def __init__(self, counter: Counter, *labels: str) -> None:
         self._counter = counter
         self._labels = labels
-        self.last: float = 0
+        self.last: _Value = 0
+        self.unit = 1  # what one of the field is in the counter
 
-    def advance(self, total: float) -> float:
-        """Take in the total; returns its growth."""
-        more = total - self.last if total > self.last else total
-        self._counter.inc(more, *self._labels)
-        self.last = total
-        return more
+    def advance(self, value: _Value) -> None:
+        """Take in the field's value."""
+        before = dict(_by_label(self.last))
+        for labels, total in _by_label(value):
+            last = before.get(labels, 0)
+            if total != last:
+                self._counter.inc(self.unit * (total - last if total > last else total), *self._labels, *labels)
+        self.last = value
+
+
+def _by_label(value: _Value) -> Iterable[tuple[tuple[str, ...], float]]:
+    """The numbers of a field with their labels: of a table its keys, of a tuple its places."""
+    match value:
+        case Mapping():
+            return [((label,), number) for label, number in value.items()]
+        case tuple():
+            return [((str(place),), number) for place, number in enumerate(value)]
+    return [((), value)]
 
 
 class MinuteMetrics:
