@@ -190,18 +190,10 @@ class ServerState:
         """Whether new requests are refused."""
         return self.phase.draining
 
-    @draining.setter
-    def draining(self, value: bool) -> None:
-        self.phase.draining = value
-
     @property
     def stopping(self) -> bool:
         """Whether the server is shutting down."""
         return self.phase.stopping
-
-    @stopping.setter
-    def stopping(self, value: bool) -> None:
-        self.phase.stopping = value
 
     @property
     def every(self) -> tuple[ServerState, ...]:

@@ -81,7 +81,7 @@ async def test_draining_refuses_what_is_new_and_can_be_undone() -> None:
 
 async def test_a_server_that_stops_cannot_be_talked_out_of_it() -> None:
     async with operated() as it:
-        it.state.draining = it.state.stopping = True
+        it.state.phase.draining = it.state.phase.stopping = True
         answer = await it.order("/admin/drain", 409, "DELETE")
         assert answer["error"]["code"] == "shutting_down"  # type: ignore[index]
         assert it.state.draining

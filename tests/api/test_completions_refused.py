@@ -237,7 +237,7 @@ async def test_a_full_queue_is_429() -> None:
 
 async def test_a_draining_server_takes_nothing_new() -> None:
     state = make_state()
-    state.draining = True
+    state.phase.draining = True
     async with connect(make_app(state)) as client:
         reply = await client.post("/v1/completions", json=GREEDY)
         assert reply.status_code == 503

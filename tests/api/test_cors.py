@@ -58,7 +58,7 @@ async def test_every_refusal_can_be_read(
 async def test_so_can_what_goes_wrong_later() -> None:
     for engine, status in ((FakeEngine(fail_after=1), 500), (FakeEngine(), 503)):
         state = make_state(engine=engine, allowed_origins=(ORIGIN,))
-        state.draining = status == 503
+        state.phase.draining = status == 503
         async with connect(make_app(state), headers={"origin": ORIGIN}) as client:
             check(await client.post("/v1/completions", json=ASK), status)
 

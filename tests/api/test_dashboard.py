@@ -50,7 +50,7 @@ async def test_the_past_comes_first_and_then_each_second() -> None:
             row = now["requests"][0]
             assert (row["state"], row["prompt_tokens"], row["generated_tokens"]) == ("length", 2, 5)
             assert "ZQ" not in json.dumps(now), "no text of anybody"
-            state.draining = state.stopping = True
+            state.phase.draining = state.phase.stopping = True
             last = [message async for message in told]
         assert 1 <= len(last) <= 5, "a drained server lets go of those who look on"
 
@@ -69,7 +69,7 @@ async def test_a_draining_server_is_watched_to_the_end_of_its_work() -> None:
             await anext(told)
             while not (await anext(told))["now"]["num_live"]:
                 continue
-            state.draining = state.stopping = True
+            state.phase.draining = state.phase.stopping = True
             assert (await anext(told))["now"]["num_live"] == 1
             engine.release()
             assert (await asking).status_code == 200
@@ -90,7 +90,7 @@ async def test_a_draining_server_is_watched_to_the_end_of_its_work() -> None:
 async def test_it_is_for_this_machine_alone(client: tuple[str, int], headers: dict[str, str], status: int) -> None:
     state = make_state()
     app = make_app(state)
-    state.draining = state.stopping = True  # so that the stream ends
+    state.phase.draining = state.phase.stopping = True  # so that the stream ends
     state.metrics.tick()
     telling = asyncio.create_task(app_module.tell_seconds(state.metrics, app.state.feed))
     transport = httpx.ASGITransport(app=app, client=client)

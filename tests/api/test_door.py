@@ -275,7 +275,7 @@ async def test_over_tls_and_on_a_path(kind: str, tmp_path: Path, monkeypatch: py
 
 async def test_a_draining_server_says_so_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     async with full(monkeypatch) as server:
-        server.state.draining = True
+        server.state.phase.draining = True
         assert b" 503 " in await server.ask(post("/v1/completions"))
         assert server.decisions == [None]
-        server.state.draining = False
+        server.state.phase.draining = False

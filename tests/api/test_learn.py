@@ -179,7 +179,7 @@ async def test_trouble_with_the_engine_is_told_and_ends() -> None:
 async def test_a_stopping_server_is_not_held_up() -> None:
     async with told() as it, page(it) as messages:
         await anext(messages)
-        it.state.draining = it.state.stopping = True
+        it.state.phase.draining = it.state.phase.stopping = True
         assert len([message async for message in messages]) <= 3
 
 

@@ -149,7 +149,7 @@ async def test_a_full_queue_and_a_draining_server() -> None:
             assert int(reply.headers["retry-after"]) >= 1
         engine.release()
         assert (await first).status_code == 200
-        state.draining = True
+        state.phase.draining = True
         reply = await client.post(PATH, json=ASK)
         check(reply, 503, "overloaded_error")
         assert int(reply.headers["retry-after"]) >= 1

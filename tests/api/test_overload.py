@@ -158,7 +158,7 @@ async def test_a_draining_server_says_so_instead() -> None:
     state = make_state(engine=engine, max_queued_sequences=1)
     async with connect(make_app(state)) as client:
         first = await fill(engine, client)
-        state.draining = True
+        state.phase.draining = True
         assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 503
         engine.release()
         await first

@@ -114,7 +114,7 @@ async def test_ping_is_the_readiness() -> None:
     async with connect(make_app(state)) as client:
         for method in ("GET", "POST"):
             assert (await client.request(method, "/ping")).json() == {"status": "ready"}
-        state.draining = True
+        state.phase.draining = True
         for method in ("GET", "POST"):
             assert (await client.request(method, "/ping")).status_code == 503
 

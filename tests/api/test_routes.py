@@ -224,7 +224,7 @@ async def test_not_ready_while_the_engine_is_in_trouble(reason: str) -> None:
 
 async def test_not_ready_while_draining() -> None:
     state = make_state()
-    state.draining = True
+    state.phase.draining = True
     async with connect(make_app(state)) as client:
         reply = await client.get("/health/ready")
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "draining")

@@ -129,7 +129,7 @@ async def test_work_before_the_engine_is_waited_for_and_then_refused(monkeypatch
         for is_released in (True, False):
             arrived.clear()
             go_on.clear()
-            it.state.draining = it.state.stopping = False
+            it.state.phase.draining = it.state.phase.stopping = False
             asking = it.ask(max_tokens=1)
             await arrived.wait()
             winding_up = it.wind_up()

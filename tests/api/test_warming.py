@@ -90,7 +90,7 @@ async def test_what_the_server_refuses_is_named_and_what_it_lacks_is_told(
     ):
         with pytest.raises(ConfigError, match=problem):
             await warm(state, make_app(state), written(tmp_path, {"prompt": "a"}, line))
-    state.draining = True
+    state.phase.draining = True
     await warm(state, make_app(state), written(tmp_path, {"prompt": "a"}))
     assert "line 1: not computed: " in caplog.text
     with pytest.raises(ConfigError, match="--set enable_prefix_caching=false"):

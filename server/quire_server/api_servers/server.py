@@ -179,7 +179,8 @@ class ApiServer:
             self._certificates = keys.certificates
             self._adopting = self._do(self._credentials.adopt_certificate())
         if self._state is not None:
-            self._state.draining, self._state.stopping = told.draining, told.stopping
+            phase = self._state.phase
+            phase.draining, phase.stopping = told.draining, told.stopping
             self._state.adapters.mirror(told.adapters)
 
     def _obey(self, order: Order) -> None:

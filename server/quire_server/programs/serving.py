@@ -192,7 +192,7 @@ async def _wind_up(
     others: ApiServers | None = None,
 ) -> None:
     """Wait for accepted requests; after the drain timeout or a second signal, end them with an error."""
-    state.draining = state.stopping = True
+    state.phase.draining = state.phase.stopping = True
     await state.settle()
     work = requests.work()
     num_open = max(state.in_flight, len(work))

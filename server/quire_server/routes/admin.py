@@ -107,7 +107,7 @@ async def drain(request: Request) -> DrainStatus:
     """Refuse new requests with 503 and fail readiness; accepted requests go on. Lasts until it is undone."""
     state = state_of(request)
     if not state.draining:
-        state.draining = True
+        state.phase.draining = True
         await state.settle()
         log.warning("draining by order: no new requests are taken; %d are unfinished", state.in_flight)
     return _status(state)
@@ -120,7 +120,7 @@ async def undo_drain(request: Request) -> DrainStatus:
     if state.stopping:
         raise Conflict("The server is shutting down, which cannot be undone.", code="shutting_down")
     if state.draining:
-        state.draining = False
+        state.phase.draining = False
         await state.settle()
         log.warning("requests are taken again")
     return _status(state)
