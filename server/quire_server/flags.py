@@ -56,7 +56,7 @@ _SIZES = (("GiB", 2**30), ("MiB", 2**20))  # in which a size is shown where it i
 SERVE, ENGINE = "quire serve", "quire engine"
 _OF_ENGINES = {field.name for field in fields(EngineConfig)} - {"role"} | {*LIMIT_NAMES}
 _OF_FRONTS_TOO = {"model", "tokenizer", "generation_config", "ignore_config_keys", "model_impl", "enable_lora"}
-_OF_LINKS = {"cluster_key_file", "engine_tls_cert", "engine_tls_key", "engine_tls_ca"}
+_OF_LINKS = {"engine_tls_cert", "engine_tls_key", "engine_tls_ca"}
 _OF_NODES_ALONE = {*NodeFields.model_fields}
 _OF_NODES = {
     *(_OF_ENGINES - {"replicas"} | _OF_LINKS | _OF_NODES_ALONE | {"revision", "download_dir"}),

@@ -1,7 +1,7 @@
 """Mixed streams on two nodes through all that may happen to them, held against one engine: `make replica-test`.
 
 Nodes are killed, stopped, cut off in either direction and replaced one after the other, while strangers send 10,000
-messages that prove nothing. Expected and got are printed for each promise, with exit code 1 where one is broken.
+messages that are no greeting. Expected and got are printed for each promise, with exit code 1 where one is broken.
 """
 
 from __future__ import annotations
@@ -10,22 +10,19 @@ import argparse
 import asyncio
 import os
 import random
-import secrets
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from e2e.served import Served
 from e2e.served_node import ServedNode
-from quire_engine.links.handshake import ANSWER_BYTES, CHALLENGE_BYTES
+from quire_engine.links.handshake import HELLO_BYTES
 from quire_server.engine.nodes.addresses import parse_address
 from replicas.__main__ import FLAGS, cpu_variant, replicas, told
 from replicas.streams import Said, differences, reached, streams
@@ -59,13 +56,13 @@ def proxies(nodes: list[ServedNode]) -> Iterator[list[Proxy]]:
 
 
 async def garbled(node: ServedNode, count: int) -> int:
-    """Send so many messages that prove nothing; returns how many connections were ended without a word."""
+    """Send so many messages that are no greeting; returns how many connections were ended without a word."""
     address, rng, refused = parse_address(node.address, ""), random.Random(0), 0
     for _ in range(count):
         try:
             reader, writer = await asyncio.open_connection(address.host, address.port)
-            await reader.readexactly(CHALLENGE_BYTES)
-            writer.write(rng.randbytes(rng.choice((ANSWER_BYTES, ANSWER_BYTES, 4096))))
+            await reader.readexactly(HELLO_BYTES)
+            writer.write(rng.randbytes(rng.choice((HELLO_BYTES, HELLO_BYTES, 4096))))
             refused += await reader.read(1) == b""
             writer.close()
         except (OSError, asyncio.IncompleteReadError):
@@ -155,14 +152,10 @@ def main() -> int:
         variant = cpu_variant(alone)
         expected = asyncio.run(streams(alone.url, given.streams))
     with ExitStack() as stack:
-        key = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "cluster.key"
-        key.write_text(secrets.token_hex(32))
-        key.chmod(0o600)
-        keyed = ("--cluster-key-file", str(key))
-        nodes = [stack.enter_context(ServedNode(*NODE, *variant, *keyed, limits=LIMITS)) for _ in range(2)]
+        nodes = [stack.enter_context(ServedNode(*NODE, *variant, limits=LIMITS)) for _ in range(2)]
         between = stack.enter_context(proxies(nodes))
         engines = ",".join(str(each.address) for each in between)
-        front = Served("--engines", engines, *keyed, *FLAGS[2:], limits=LIMITS)
+        front = Served("--engines", engines, *FLAGS[2:], limits=LIMITS)
         server = stack.enter_context(front)
         trouble = Trouble(server, nodes, between)
         asyncio.run(trouble.both_ready())

@@ -15,6 +15,4 @@ def make_secrets(folder: Path) -> LinkSecurity:
     script = re.search(r"```sh\n(.*?)```", section("docs/nodes.md", "Two machines"), re.DOTALL)
     assert script is not None
     subprocess.run(["bash", "-euc", script[1]], cwd=folder, check=True, capture_output=True)
-    return link_security(
-        key_file=folder / "cluster.key", cert=folder / "peer.crt", key=folder / "peer.key", ca=folder / "ca.crt"
-    )
+    return link_security(folder / "peer.crt", folder / "peer.key", folder / "ca.crt")

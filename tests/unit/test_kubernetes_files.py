@@ -126,7 +126,6 @@ def test_the_command_lines_are_understood_and_fit_together() -> None:
     for name, settings in (("quire-node", node), ("quire-front", front)):
         hook = container(name).get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["sleep", "0"])
         assert pod(name)["terminationGracePeriodSeconds"] >= settings.drain_timeout + float(hook[1]) + 10
-        assert settings.cluster_key_file is not None
         assert settings.engine_tls_ca is not None
         assert settings.model == "/model"
     assert container("quire-front")["lifecycle"]["preStop"]["exec"]["command"][0] == "sleep"
@@ -139,7 +138,7 @@ def test_the_command_lines_are_understood_and_fit_together() -> None:
 def test_a_node_that_does_not_answer_fails_its_probe(capsys: pytest.CaptureFixture[str]) -> None:
     words = container("quire-node")["startupProbe"]["exec"]["command"][2:]
     assert health.run(words) == 1
-    assert "--cluster-key-file /links/cluster.key: No such file" in capsys.readouterr().err
+    assert "--engine-tls-key /links/peer.key: No such file" in capsys.readouterr().err
     assert health.run(["--node", "127.0.0.1:1", "--timeout", "2"]) == 1
     assert "127.0.0.1:1: " in capsys.readouterr().err
 

@@ -116,7 +116,6 @@ class KVTransferConfig:
 
     listen: str  # HOST:PORT
     reached_at: str = ""  # HOST:PORT by which others reach that; empty: the same
-    key_file: str = ""  # of the cluster's key; empty: none
     cert: str = ""  # empty: no TLS
     key: str = ""
     ca: str = ""

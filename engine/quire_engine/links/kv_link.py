@@ -19,22 +19,13 @@ from contextlib import suppress
 from select import POLLIN, poll
 
 from quire_engine.contract.block_store import MOST_FETCHED
-from quire_engine.links.handshake import (
-    ANSWER_BYTES,
-    CHALLENGE_BYTES,
-    PROOF_BYTES,
-    FrontHandshake,
-    NodeHandshake,
-    Refused,
-    binding,
-)
+from quire_engine.links.handshake import HELLO_BYTES, TO_ENGINE, Refused, check_hello, hello, session_key
 from quire_engine.links.link_security import LinkSecurity
 
 KEY_BYTES = DIGEST_BYTES = 32
 FETCH, CANCEL, STAY, BLOCK, MISS = range(1, 6)
 HANDSHAKE_SECONDS = 5.0
 STUCK_SECONDS = 10.0  # in which a peer takes or sends nothing of a message that has begun; then it is given up
-_PURPOSE = b"kv blocks"
 _QUESTION = struct.Struct("<BIBH")  # kind, fetch, flags, number of keys, which follow
 _ANSWER = struct.Struct("<BIH")  # kind, fetch, index of the key; of a block, digest and payload follow
 _IS_COMPUTED = 1
@@ -63,20 +54,14 @@ class KVLink:
     def admit(self, security: LinkSecurity, layout: bytes) -> None:
         """The side that was connected to. Raises Closed, Refused, OSError."""
         self._secure(security.listening, is_server=True)
-        own, theirs = security.certificate, self._peer_certificate()
-        handshake = NodeHandshake(security.key, binding(own, theirs, _PURPOSE))
-        self._socket.sendall(handshake.challenge)
-        self._socket.sendall(handshake.answer(self._exactly(ANSWER_BYTES)))
-        self._agree(handshake.session_key(), layout)
+        own, theirs = self._greet()
+        self._agree(session_key(own, theirs), layout)
 
     def introduce(self, security: LinkSecurity, layout: bytes) -> None:
         """The side that has connected. Raises Closed, Refused, OSError."""
         self._secure(security.connecting, is_server=False)
-        own, theirs = security.certificate, self._peer_certificate()
-        handshake = FrontHandshake(security.key, binding(theirs, own, _PURPOSE))
-        self._socket.sendall(handshake.answer(self._exactly(CHALLENGE_BYTES)))
-        handshake.check(self._exactly(PROOF_BYTES))
-        self._agree(handshake.session_key(), layout)
+        own, theirs = self._greet()
+        self._agree(session_key(theirs, own), layout)
 
     def _secure(self, context: ssl.SSLContext | None, *, is_server: bool) -> None:
         self._socket.settimeout(HANDSHAKE_SECONDS)
@@ -86,9 +71,13 @@ class KVLink:
         self._poll.register(self._socket, POLLIN)
         self._poll.register(self._woken, POLLIN)
 
-    def _peer_certificate(self) -> bytes:
-        is_secured = isinstance(self._socket, ssl.SSLSocket)
-        return (self._socket.getpeercert(binary_form=True) or b"") if is_secured else b""  # type: ignore[attr-defined]
+    def _greet(self) -> tuple[bytes, bytes]:
+        """Exchange first messages; returns this side's and the other one's. Raises Refused."""
+        own = hello(TO_ENGINE)
+        self._socket.sendall(own)
+        theirs = self._exactly(HELLO_BYTES)
+        check_hello(theirs, TO_ENGINE)
+        return own, theirs
 
     def _agree(self, key: bytes, layout: bytes) -> None:
         """Check that both sides have blocks of one layout. Raises Refused."""

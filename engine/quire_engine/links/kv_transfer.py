@@ -91,9 +91,7 @@ def open_transfer(config: KVTransferConfig, pool: PoolRows, layout: Callable[[st
     def path(text: str) -> Path | None:
         return Path(text) if text else None
 
-    security = link_security(
-        key_file=path(config.key_file), cert=path(config.cert), key=path(config.key), ca=path(config.ca)
-    )
+    security = link_security(path(config.cert), path(config.key), path(config.ca))
     made = KVTransfer(pool, config.listen, security, layout=layout, agent=memory_agent(config))
     made.address = config.reached_at or made.address
     return made

@@ -81,12 +81,7 @@ def _problems(settings: Settings, notes: list[str]) -> Iterator[str]:
     """The problems that only a start would tell; `notes` get the names that could not be looked at."""
 
     def links() -> None:
-        link_security(
-            key_file=settings.cluster_key_file,
-            cert=settings.engine_tls_cert,
-            key=settings.engine_tls_key,
-            ca=settings.engine_tls_ca,
-        )
+        link_security(settings.engine_tls_cert, settings.engine_tls_key, settings.engine_tls_ca)
         if settings.engines:
             parse_sources(settings.engines)
 

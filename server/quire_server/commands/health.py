@@ -24,7 +24,6 @@ _LISTENS_TCP, _LISTENS_UNIX = "0A", "00010000"  # the state's and the flags' col
 _SERVERS = re.compile(r"(^|/)quire$|(^|\.)quire_server\.cli$|/quire_server/cli\.py$")
 # As `quire engine` has them.
 _OF_LINKS = {
-    "cluster-key-file": "the key that it shares with fronts",
     "engine-tls-cert": "a certificate for links to it",
     "engine-tls-key": "the private key of that",
     "engine-tls-ca": "certificate authorities of the nodes",

@@ -215,12 +215,7 @@ def restart_policy(settings: Settings, *, tells_alive: bool) -> RestartPolicy:
 
 def security_of(settings: Settings) -> LinkSecurity:
     """The secrets of links between fronts and nodes. Raises ConfigError."""
-    return link_security(
-        key_file=settings.cluster_key_file,
-        cert=settings.engine_tls_cert,
-        key=settings.engine_tls_key,
-        ca=settings.engine_tls_ca,
-    )
+    return link_security(settings.engine_tls_cert, settings.engine_tls_key, settings.engine_tls_ca)
 
 
 def _router(settings: Settings) -> Router:

@@ -233,7 +233,6 @@ class Settings(NodeFields, ServerFields, EngineFields, BaseSettings):
         if self.kv_listen is None:
             return None
         files = {
-            "key_file": self.cluster_key_file,
             "cert": self.engine_tls_cert,
             "key": self.engine_tls_key,
             "ca": self.engine_tls_ca,

@@ -77,6 +77,8 @@ REMOVED: Mapping[str, str] = {
     # -- Keys
     "api_key_file": "--api-key @FILE reads keys from a file, one a line",
     "admin_api_key_file": "--admin-api-key @FILE reads keys from a file, one a line",
+    # -- Nodes
+    "cluster_key_file": "the certificates of --engine-tls-ca's authority prove who is a node or a front",
     # -- Lifetime
     "failover_wait": "streams wait 30 s for a replica when none is left, then end with replica_lost",
     "replica_silence": f"a replica without a sign of life for {_SERVER.replica_silence:g} s is given up",

@@ -123,9 +123,6 @@ class ServerFields(ServerExperiments):
     engines: Strings = option(
         (), "Nodes", "nodes that compute instead of this server: HOST:PORT, dns:NAME:PORT, or file:PATH with one a line"
     )
-    cluster_key_file: Path | None = option(
-        None, "Nodes", "file with the key that fronts and nodes share; needed beyond this machine"
-    )
     engine_tls_cert: Path | None = option(
         None, "Nodes", "certificate and its chain (PEM) for links between fronts and nodes; needed beyond this machine"
     )

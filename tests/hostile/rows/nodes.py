@@ -1,4 +1,4 @@
-"""Peers of a node that say nothing, or odd things with the cluster's key: its fronts are served as before.
+"""Peers of a node that say nothing, or odd things as a front would: its fronts are served as before.
 
 Promises: the node and its front are started by the row. Must not know: other rows.
 """
@@ -87,7 +87,7 @@ async def strangers(_: Served) -> str:
     return f"a front serves {beside:.1f} s after its start, without them {alone:.1f} s"
 
 
-async def _front_with_the_key(node: ServedNode) -> Link:
+async def _front(node: ServedNode) -> Link:
     link = await connect(parse_address(node.address, ""), LinkSecurity())
     link.begin(lambda _: None)
     return link
@@ -100,7 +100,7 @@ def _num_bytes(node: ServedNode) -> int:
 async def _unfinished(node: ServedNode) -> int:
     """The bytes that a node's process grows by while frames do not end, at most."""
     before, most, piece = _num_bytes(node), 0, bytes(1 << 20)
-    links = [await _front_with_the_key(node) for _ in range(FRAMES)]
+    links = [await _front(node) for _ in range(FRAMES)]
     for link in links:
         link.write((FRAME_BYTES + 1).to_bytes(4, "little") + bytes([Kind.SUBMIT]))
     for _ in range(FRAME_BYTES // len(piece) - 1):
@@ -122,7 +122,7 @@ async def odd_frames(_: Served) -> str:
         before, engines = _answer(server), _engines(node)
         assert len(engines) >= 1
         for name, odd in ODD.items():
-            link = await _front_with_the_key(node)
+            link = await _front(node)
             link.send(odd)
             await asyncio.sleep(0.1)
             link.abort("it was only tried")
@@ -145,5 +145,5 @@ def _engines(node: ServedNode) -> set[int]:
 
 ROWS = (
     Row(name="silent-strangers", what=f"{STRANGERS} silent strangers on a node's port", act=strangers),
-    Row(name="odd-frames", what="odd frames of a front that has the key", act=odd_frames),
+    Row(name="odd-frames", what="odd frames of a front", act=odd_frames),
 )

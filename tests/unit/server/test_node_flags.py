@@ -36,7 +36,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             ("--engines", "a:1", "--kv-events-config.endpoint", "tcp://*:1"),
             "--kv-events-config is the nodes': give it to `quire engine`",
         ),
-        (SERVE, ("--cluster-key-file", "k"), "--cluster-key-file is of links to nodes, which --engines names"),
+        (SERVE, ("--engine-tls-ca", "k"), "--engine-tls-ca is of links to nodes, which --engines names"),
         (
             SERVE,
             ("--metrics-listen", "127.0.0.1:1"),
@@ -68,7 +68,7 @@ def test_what_the_front_needs_of_the_model_it_takes() -> None:
 
 def test_the_help_of_a_node_shows_its_flags_alone() -> None:
     shown = build_parser(ENGINE).format_help()
-    for flag in ("--listen", "--kv-memory", "--cluster-key-file", "--engine-tls-ca", "--max-num-seqs"):
+    for flag in ("--listen", "--kv-memory", "--engine-tls-ca", "--max-num-seqs"):
         assert f"\n  {flag} " in shown
     for flag in ("--port", "--api-key", "--replicas", "--engines"):
         assert f"\n  {flag} " not in shown

@@ -10,7 +10,7 @@ import socket
 from typing import Any
 
 from quire_engine.contract.errors import ConfigError, ProtocolError
-from quire_engine.links.handshake import CHALLENGE_BYTES, PROOF_BYTES, FrontHandshake, Refused, binding
+from quire_engine.links.handshake import HELLO_BYTES, Refused, check_hello, hello
 from quire_engine.links.link_security import LinkSecurity
 from quire_server.engine.nodes.addresses import Address, resolve
 from quire_server.engine.nodes.frames import FROM_FRONT, FROM_NODE, NodeState
@@ -29,12 +29,12 @@ async def connect(address: Address, security: LinkSecurity) -> Link:
             lambda: link, address.host, address.port, ssl=context, server_hostname=name
         )
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        handshake = FrontHandshake(security.key, binding(link.peer_certificate, security.certificate))
-        link.write(handshake.answer(await link.exactly(CHALLENGE_BYTES)))
         try:
-            handshake.check(await link.exactly(PROOF_BYTES))
+            theirs = await link.exactly(HELLO_BYTES)
         except Refused as refusal:
-            raise Refused(f"the handshake failed, {refusal}; keys or certificates may differ") from None
+            raise Refused(f"the handshake failed, {refusal}; certificates may differ") from None
+        check_hello(theirs)
+        link.write(hello())
     except BaseException:
         link.abort("the handshake failed")
         raise

@@ -7,7 +7,6 @@ than its next message has; afterwards a peer that sends no frames, or reads none
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -62,12 +61,6 @@ class Link(asyncio.Protocol):
         """Whether frames can be sent."""
         return self._transport is not None and not self._transport.is_closing() and not self.lost.done()
 
-    @property
-    def peer_certificate(self) -> bytes:
-        """The peer's certificate, DER; empty without TLS."""
-        secured = None if self._transport is None else self._transport.get_extra_info("ssl_object")
-        return b"" if secured is None else cast(ssl.SSLObject, secured).getpeercert(binary_form=True) or b""
-
     def write(self, message: bytes) -> None:
         """Send a message of the handshake; does nothing once the connection is lost."""
         if self._transport is not None and not self._transport.is_closing():
@@ -84,10 +77,6 @@ class Link(asyncio.Protocol):
         message = bytes(self._buffer[:size])
         del self._buffer[:size]
         return message
-
-    def has_more(self) -> bool:
-        """Whether the peer has sent more than it was asked for."""
-        return bool(self._buffer)
 
     def begin(self, on_frame: Callable[[Any], None]) -> None:
         """The handshake is through: read frames."""

@@ -22,7 +22,7 @@ from typing import Any
 from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import ConfigError, QuireError
 from quire_engine.contract.types import NAME_MODEL, EngineStats, GenerationRequest, StepOutput, TokenOutput
-from quire_engine.links.handshake import ANSWER_BYTES, NodeHandshake, Refused, binding
+from quire_engine.links.handshake import HELLO_BYTES, Refused, check_hello, hello
 from quire_engine.links.link_security import LinkSecurity
 from quire_engine.own_pauses import OwnPauses
 from quire_engine.routing.index import MOST_BLOCKS
@@ -200,12 +200,8 @@ class Node:
         except BaseException:
             connection.close()
             raise
-        handshake = NodeHandshake(self._security.key, binding(self._security.certificate, link.peer_certificate))
-        link.write(handshake.challenge)
-        proof = handshake.answer(await link.exactly(ANSWER_BYTES))
-        if link.has_more():
-            raise Refused("it sent more than its proof")
-        link.write(proof)
+        link.write(hello())
+        check_hello(await link.exactly(HELLO_BYTES))
 
     def _refuse(self, peer: str, why: str) -> None:
         """Log a refusal, but not each of many."""

@@ -11,13 +11,11 @@ from quire_server.engine.nodes.addresses import parse_address
 from quire_server.engine.nodes.connecting import trouble_of
 
 
-def ask(
-    node: str, key_file: Path | None, cert: Path | None, key: Path | None, ca: Path | None, *, seconds: float
-) -> str:
+def ask(node: str, cert: Path | None, key: Path | None, ca: Path | None, *, seconds: float) -> str:
     """Why it takes no requests; empty if it does."""
     try:
         address = parse_address(node, "--node")
-        security = link_security(key_file=key_file, cert=cert, key=key, ca=ca)
+        security = link_security(cert, key, ca)
     except ConfigError as error:
         return str(error)
     return asyncio.run(trouble_of(address, security, seconds))

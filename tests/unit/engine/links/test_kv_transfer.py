@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from quire_engine.contract.block_store import Payload
 from quire_engine.execution.kv.pool_rows import PoolRows
 from quire_engine.links import kv_fetching, kv_lending
 from quire_engine.links.kv_transfer import KVTransfer
-from quire_engine.links.link_security import LinkSecurity
+from quire_engine.links.link_security import LinkSecurity, link_security
 from quire_engine.links.memory_agents import MooncakeAgent, NixlAgent
 from quire_engine.links.memory_link import MemoryAgent
 from support.kv_wire import KVWire
@@ -25,7 +24,7 @@ from support.link_secrets import make_secrets
 
 BLOCKS, SIZE = 40, 4096
 KEYS = [bytes([number]) * 32 for number in range(BLOCKS)]
-KEYED = LinkSecurity(key=b"k" * 32)
+PLAIN = LinkSecurity()
 
 
 class Pool(KVTransfer):
@@ -33,7 +32,7 @@ class Pool(KVTransfer):
 
     def __init__(
         self,
-        security: LinkSecurity = KEYED,
+        security: LinkSecurity = PLAIN,
         listening: str = "127.0.0.1:0",
         name: str = "model",
         agent: MemoryAgent | None = None,
@@ -247,28 +246,16 @@ def test_more_blocks_are_read_than_there_are_places_for_and_a_damaged_one_is_ref
             other.close()
 
 
-@pytest.mark.parametrize("theirs", [LinkSecurity(key=b"x" * 32), LinkSecurity()], ids=["another key", "no key"])
-def test_a_peer_without_the_key_gets_nothing(theirs: LinkSecurity) -> None:
-    with pools() as (lender, _):
-        lender.hold(0)
-        stranger = Pool(theirs)
-        try:
-            stranger.fetch("a", lender.address, KEYS[:1], is_computed=False)
-            assert stranger.arrivals(1) == [(0, None)]
-            assert lender.counts.sent == 0
-        finally:
-            stranger.close()
-
-
 def test_links_with_certificates_carry_blocks_and_others_are_refused(tmp_path: Path) -> None:
     for name in ("own", "other"):
         (tmp_path / name).mkdir()
     own, other = (make_secrets(tmp_path / name) for name in ("own", "other"))
+    foreign = link_security(tmp_path / "other/peer.crt", tmp_path / "other/peer.key", tmp_path / "own/ca.crt")
     with pools(security=own) as (lender, fetcher), KVWire(lender.address) as wire:
         lender.hold(*range(20))
         fetcher.fetch("a", wire.address, KEYS[:20], is_computed=False)
         assert fetcher.arrivals(20) == whole(*range(20))
-        for theirs in (other, replace(other, key=own.key), KEYED):
+        for theirs in (other, foreign, PLAIN):
             stranger = Pool(theirs)
             stranger.fetch("a", lender.address, KEYS[:1], is_computed=False)
             assert stranger.arrivals(1) == [(0, None)]

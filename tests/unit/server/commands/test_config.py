@@ -150,7 +150,7 @@ CASES = [
     "-tp 65 -pp 2",
     "--max-num-seqs 0 --port 5",
     "--config /no/file",
-    "--api-key a --cluster-key-file /k",
+    "--api-key a --engine-tls-ca /k",
 ]
 
 

@@ -351,9 +351,9 @@ def test_engine_defaults_agree():
 
 
 def test_the_transfer_of_blocks_has_the_secrets_of_the_cluster():
-    given = {"kv_listen": "127.0.0.1:1", "kv_address": "h:2", "cluster_key_file": "/k", "engine_tls_ca": "/a"}
+    given = {"kv_listen": "127.0.0.1:1", "kv_address": "h:2", "engine_tls_key": "/k", "engine_tls_ca": "/a"}
     transfer = Settings(**given).engine_config().kv_transfer
-    assert transfer == KVTransferConfig(listen="127.0.0.1:1", reached_at="h:2", key_file="/k", ca="/a")
+    assert transfer == KVTransferConfig(listen="127.0.0.1:1", reached_at="h:2", key="/k", ca="/a")
     nixl = Settings(**given, kv_transport="nixl", kv_trust_network=True).engine_config().kv_transfer
     assert nixl == dataclasses.replace(transfer, transport="nixl", trusts_network=True)
     with pytest.raises(ValueError, match="--role decode passes KV blocks on; set --kv-listen HOST:PORT too"):

@@ -1,12 +1,12 @@
-"""Who may connect to a node: keys, certificates made as the documents say, garbled bytes, idle peers, late nonsense."""
+"""Who may connect to a node: certificates made as the documents say, garbled bytes, idle peers, late nonsense."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,15 +14,7 @@ import pytest
 
 from quire_engine.contract.config import EngineConfig
 from quire_engine.contract.errors import ConfigError
-from quire_engine.links.handshake import (
-    ANSWER_BYTES,
-    CHALLENGE_BYTES,
-    PROOF_BYTES,
-    FrontHandshake,
-    NodeHandshake,
-    Refused,
-    binding,
-)
+from quire_engine.links.handshake import HELLO_BYTES, TO_ENGINE, Refused, check_hello, hello, session_key
 from quire_engine.links.link_security import LinkSecurity, link_security
 from quire_engine.process.transport import Abort, Codec, Hold, encode_frame
 from quire_server.engine.nodes import node as node_module
@@ -36,15 +28,15 @@ from support.link_secrets import make_secrets
 from support.nodes import Served, front, served_node
 from support.supervising import expected, request, run
 
-KEY = b"k" * 64
-NO_BINDING = binding(b"", b"")
-KEYED = LinkSecurity(key=KEY)
+NEWER = hello()[:8] + (3).to_bytes(2, "big") + hello()[10:]
 
 
 @pytest.fixture(scope="module")
-def documented(tmp_path_factory: pytest.TempPathFactory) -> tuple[LinkSecurity, LinkSecurity]:
-    """The secrets of a cluster, and those of another one."""
-    return make_secrets(tmp_path_factory.mktemp("own")), make_secrets(tmp_path_factory.mktemp("other"))
+def documented(tmp_path_factory: pytest.TempPathFactory) -> tuple[LinkSecurity, ...]:
+    """The secrets of a cluster, those of another one, and those of one that has only the first one's authority."""
+    own, other = (tmp_path_factory.mktemp(name) for name in ("own", "other"))
+    secrets = make_secrets(own), make_secrets(other)
+    return *secrets, link_security(other / "peer.crt", other / "peer.key", own / "ca.crt")
 
 
 @asynccontextmanager
@@ -76,17 +68,19 @@ async def why_refused(node: Served, security: LinkSecurity) -> str:
 
 
 def test_the_documents_secrets_open_a_node_and_others_do_not(
-    documented: tuple[LinkSecurity, LinkSecurity], monkeypatch: pytest.MonkeyPatch
+    documented: tuple[LinkSecurity, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         remote_engine, "CONNECT_SECONDS", 1.0
     )  # without TLS either side waits for the other's first word
-    own, other = documented
+    own, other, foreign = documented
+    bare = ssl.create_default_context(cafile=None)
+    bare.check_hostname, bare.verify_mode = False, ssl.CERT_NONE
     strangers = {
-        "another key": replace(own, key=other.key),
-        "no key": replace(own, key=b""),
-        "certificates of another authority": replace(other, key=own.key),
-        "no TLS": LinkSecurity(key=own.key),
+        "another authority": other,
+        "a certificate of another authority": foreign,
+        "no certificate": LinkSecurity(connecting=bare),
+        "no TLS": LinkSecurity(),
     }
 
     async def body() -> None:
@@ -94,8 +88,7 @@ def test_the_documents_secrets_open_a_node_and_others_do_not(
             pid = node.supervisor.pid
             for what, secrets in strangers.items():
                 why = await why_refused(node, secrets)
-                assert why, what
-            assert "handshake failed" in await why_refused(node, strangers["another key"])
+                assert ("handshake failed" in why) == ("certificate" in what), (what, why)
             assert node.node.num_refused >= len(strangers)
             assert decoded == []
             assert node.node.num_fronts == 0
@@ -109,34 +102,34 @@ def test_the_documents_secrets_open_a_node_and_others_do_not(
     run(body)
 
 
-def test_a_front_does_not_speak_to_a_node_without_the_key(documented: tuple[LinkSecurity, LinkSecurity]) -> None:
+def test_a_front_does_not_speak_to_a_node_without_certificates(documented: tuple[LinkSecurity, ...]) -> None:
     async def body() -> None:
         async with served_node(security=LinkSecurity()) as node:
-            assert await why_refused(node, KEYED)
+            assert await why_refused(node, documented[0])
+        async with served_node(security=documented[1]) as node:
             assert await why_refused(node, documented[0])
 
     run(body)
 
 
 async def garble(node: Served, count: int, seed: int) -> None:
-    """So many messages that prove nothing, each on a connection of its own."""
+    """So many messages that are no greeting, each on a connection of its own."""
     rng = random.Random(seed)
     for number in range(count):
         reader, writer = await asyncio.open_connection(node.address.host, node.address.port)
-        challenge = await reader.readexactly(CHALLENGE_BYTES)
-        answer = FrontHandshake(KEY, NO_BINDING).answer(challenge)
+        await reader.readexactly(HELLO_BYTES)
         message = [
-            rng.randbytes(ANSWER_BYTES),
+            rng.randbytes(HELLO_BYTES),
             encode_frame(EngineConfig(model="x")),
-            answer[:CHALLENGE_BYTES] + rng.randbytes(PROOF_BYTES),
-            answer[: rng.randrange(ANSWER_BYTES)],
-            answer + b"\xff" * 64,  # more than the proof, before the node has proven itself
-            FrontHandshake(b"", NO_BINDING).answer(challenge),
+            hello(TO_ENGINE),
+            hello()[: rng.randrange(HELLO_BYTES)],
+            rng.randbytes(HELLO_BYTES) + b"\xff" * 64,
+            NEWER,
         ][number % 6]
         writer.write(message)
-        if len(message) < ANSWER_BYTES:
+        if len(message) < HELLO_BYTES:
             writer.write_eof()
-        assert await reader.read(1) == b"", "nothing is said to who has proven nothing"
+        assert await reader.read(1) == b"", "nothing is said to who has not greeted"
         writer.close()
 
 
@@ -144,8 +137,8 @@ def test_garbled_messages_are_refused_before_anything_is_decoded_and_leave_nothi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def body() -> None:
-        async with decoding_counted(monkeypatch) as decoded, served_node(security=KEYED) as node:
-            async with front([node.address], security=KEYED) as (together, client):
+        async with decoding_counted(monkeypatch) as decoded, served_node() as node:
+            async with front([node.address]) as (together, client):
                 together.submit(request("r", (1,), tokens=900))
                 await garble(node, 60, seed=0)
                 decoded.clear()
@@ -168,14 +161,14 @@ def test_idle_peers_are_few_and_not_for_long(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(node_module, "HANDSHAKE_SECONDS", 1.0)
 
     async def body() -> None:
-        async with served_node(security=KEYED) as node, front([node.address], security=KEYED) as (together, client):
+        async with served_node() as node, front([node.address]) as (together, client):
             together.submit(request("r", (1,), tokens=500))
             idle = [await asyncio.open_connection(node.address.host, node.address.port) for _ in range(80)]
             async with asyncio.timeout(300):
                 while node.node.num_refused < 80 - node_module.MOST_UNPROVEN:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             assert len(node.node._unproven) <= node_module.MOST_UNPROVEN
-            async with front([node.address], security=KEYED) as (second, others):  # strangers keep no front out
+            async with front([node.address]) as (second, others):  # strangers keep no front out
                 second.submit(request("s", (1,), tokens=3))
                 await others.until(lambda: ("s", 0) in others.ends)
             async with asyncio.timeout(300):
@@ -190,19 +183,18 @@ def test_idle_peers_are_few_and_not_for_long(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def connected(node: Served) -> Link:
-    """A front that has proven itself, and may say anything."""
+    """A front that has greeted, and may say anything."""
     link = Link(reads=FROM_NODE, sends=FROM_FRONT)
     await asyncio.get_running_loop().create_connection(lambda: link, node.address.host, node.address.port)
-    handshake = FrontHandshake(KEY, NO_BINDING)
-    link.write(handshake.answer(await link.exactly(CHALLENGE_BYTES)))
-    handshake.check(await link.exactly(PROOF_BYTES))
+    check_hello(await link.exactly(HELLO_BYTES))
+    link.write(hello())
     link.begin(lambda _: None)
     return link
 
 
 def test_the_oldest_stranger_of_the_host_that_has_most_gives_its_place() -> None:
     async def body() -> None:
-        async with served_node(security=KEYED) as node:
+        async with served_node() as node:
             tasks = {asyncio.create_task(asyncio.sleep(60)): host for host in ("a", "b", "b", "c")}
             node.node._unproven.update(tasks)
             node.node._make_place()
@@ -248,7 +240,7 @@ def test_unfinished_frames_of_all_connections_have_one_bound() -> None:
 )
 def test_nonsense_of_a_front_ends_its_own_requests_and_nobody_elses(nonsense: bytes) -> None:
     async def body() -> None:
-        async with served_node(security=KEYED) as node, front([node.address], security=KEYED) as (together, client):
+        async with served_node() as node, front([node.address]) as (together, client):
             together.submit(request("r", (1,), tokens=300))
             bad = await connected(node)
             bad.send(request("theirs", (2,), tokens=900))
@@ -265,7 +257,7 @@ def test_nonsense_of_a_front_ends_its_own_requests_and_nobody_elses(nonsense: by
 
 def test_a_front_cannot_touch_another_fronts_requests() -> None:
     async def body() -> None:
-        async with served_node(security=KEYED) as node, front([node.address], security=KEYED) as (together, client):
+        async with served_node() as node, front([node.address]) as (together, client):
             together.submit(request("r", (1,), tokens=300))
             await client.until(lambda: ("r", 0) in client.tokens)
             other = await connected(node)
@@ -278,58 +270,40 @@ def test_a_front_cannot_touch_another_fronts_requests() -> None:
     run(body)
 
 
-def test_proofs_are_of_one_connection_and_one_side() -> None:
-    bound = binding(b"node", b"front")
-    node, front_side = NodeHandshake(KEY, bound), FrontHandshake(KEY, bound)
-    answer = front_side.answer(node.challenge)
-    front_side.check(node.answer(answer))
-    for other in (
-        NodeHandshake(KEY, bound),
-        NodeHandshake(KEY, binding(b"other", b"front")),
-        NodeHandshake(b"", bound),
-    ):
-        with pytest.raises(Refused, match="key"):
-            other.answer(answer)
-    with pytest.raises(Refused, match="key"):
-        front_side.check(answer[-PROOF_BYTES:])
-    with pytest.raises(Refused, match="no node of Quire"):
-        front_side.answer(b"HTTP/1.1 400 Bad Request".ljust(CHALLENGE_BYTES))
-    newer = node.challenge[:8] + (2).to_bytes(2, "big") + node.challenge[10:]
-    with pytest.raises(Refused, match="version 2 of the protocol, this one version 1"):
-        front_side.answer(newer)
+def test_a_greeting_is_of_one_purpose_and_version_and_of_one_connection() -> None:
+    check_hello(hello())
+    check_hello(hello(TO_ENGINE), TO_ENGINE)
+    for other in (hello(TO_ENGINE), b"HTTP/1.1 400 Bad Request".ljust(HELLO_BYTES)):
+        with pytest.raises(Refused, match="no node or front of Quire"):
+            check_hello(other)
+    with pytest.raises(Refused, match="version 3 of the protocol, this one version 2"):
+        check_hello(NEWER)
+    assert len({session_key(hello(), hello()) for _ in range(8)}) == 8
 
 
-def test_files_that_cannot_be_used_are_named(tmp_path: Path, documented: tuple[LinkSecurity, LinkSecurity]) -> None:
+def test_files_that_cannot_be_used_are_named(tmp_path: Path, documented: tuple[LinkSecurity, ...]) -> None:
     key = tmp_path / "key"
-    key.write_text("short")
-    key.chmod(0o600)
-    with pytest.raises(ConfigError, match="it has 5 bytes, fewer than 32"):
-        link_security(key_file=key)
-    key.write_text("x" * 64)
+    key.write_text("no PEM")
     key.chmod(0o644)
-    with pytest.raises(ConfigError, match="every user of this machine can read it"):
-        link_security(key_file=key)
-    with pytest.raises(ConfigError, match=r"--cluster-key-file .*gone: No such file"):
-        link_security(key_file=tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"--engine-tls-key .*every user of this machine can read it"):
+        link_security(key, key, key)
+    key.chmod(0o600)
     with pytest.raises(ConfigError, match="belong together"):
-        link_security(cert=key)
+        link_security(key, None, None)
     with pytest.raises(ConfigError, match="--engine-tls-cert"):
-        link_security(cert=key, key=key, ca=key)
+        link_security(key, key, key)
+    with pytest.raises(ConfigError, match=r"--engine-tls-cert .*gone .*: No such file"):
+        link_security(tmp_path / "gone", key, key)
 
 
-def test_beyond_this_machine_both_secrets_are_needed(documented: tuple[LinkSecurity, LinkSecurity]) -> None:
-    own, _ = documented
-    for lacking, names in (
-        (LinkSecurity(), "--cluster-key-file and --engine-tls-cert"),
-        (LinkSecurity(key=KEY), "--engine-tls-cert"),
-        (replace(own, key=b""), "--cluster-key-file"),
-    ):
-        for host in ("10.0.0.7", "0.0.0.0", "::", "fd00::7"):
-            with pytest.raises(ConfigError, match=f"beyond this machine.*set {names}") as caught:
-                lacking.check_reach("--listen", [host])
-            assert "\n" not in str(caught.value)
-        lacking.check_reach("--listen", ["127.0.0.1", "::1"])
-    own.check_reach("--listen", ["0.0.0.0"])
+def test_beyond_this_machine_certificates_are_needed(documented: tuple[LinkSecurity, ...]) -> None:
+    plain = LinkSecurity()
+    for host in ("10.0.0.7", "0.0.0.0", "::", "fd00::7"):
+        with pytest.raises(ConfigError, match=r"beyond this machine.*set --engine-tls-cert, ") as caught:
+            plain.check_reach("--listen", [host])
+        assert "\n" not in str(caught.value)
+    plain.check_reach("--listen", ["127.0.0.1", "::1"])
+    documented[0].check_reach("--listen", ["0.0.0.0"])
 
 
 def test_a_node_does_not_listen_beyond_this_machine_without_secrets() -> None:
