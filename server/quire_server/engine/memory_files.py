@@ -10,14 +10,27 @@ import os
 from contextlib import suppress
 
 
-class WeightsMemory:
+class _MemoryFile:
+    """A memory file, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._fd: int | None = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the memory, once no engine has it mapped. Idempotent."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class WeightsMemory(_MemoryFile):
     """A memory file that one engine process fills with packed weights for the next ones.
 
     A sealed file is kept. A file that an engine left unfinished is replaced.
     """
-
-    def __init__(self) -> None:
-        self._fd: int | None = None
 
     def for_next_engine(self) -> int | None:
         """The descriptor of a sealed or empty file. None: the system has no memory files, so each engine loads anew."""
@@ -32,24 +45,12 @@ class WeightsMemory:
         """Whether the next engine takes its weights from here."""
         return self._fd is not None and _is_sealed(self._fd)
 
-    def __del__(self) -> None:
-        self.close()
 
-    def close(self) -> None:
-        """Free the memory, once no engine has it mapped. Idempotent."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-
-class PoolMemory:
+class PoolMemory(_MemoryFile):
     """A memory file that has the KV pool of one engine process after another, with a record of what is in it.
 
     The engine checks whether the record is for its model and settings; its holder decides whether it may be believed.
     """
-
-    def __init__(self) -> None:
-        self._fd: int | None = None
 
     def for_next_engine(self) -> int | None:
         """The descriptor; None: the system has no memory files, so what a crash takes is computed again."""
@@ -62,15 +63,6 @@ class PoolMemory:
         if self._fd is not None:
             size = min(_NAME_BYTES, os.fstat(self._fd).st_size)
             os.pwrite(self._fd, bytes(size), 0)
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Free the memory, once no engine has it mapped. Idempotent."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
 
 
 _NAME_BYTES = 64  # the file's first bytes, without which an engine believes nothing in it
