@@ -8,6 +8,10 @@ A group is `project`, `build` (the build backend), or a name of pyproject.toml's
 groups. pip checks hashes only where each package of a list has one, and the list depends on the machine and on its
 build of torch. So pip resolves the list by the pinned versions alone, and installs it by their hashes, some packages
 at a time with a line for each part, since all of them take minutes.
+
+pip alone cannot: --require-hashes takes no hashes from a constraints file, and as a requirements file the lock would
+install every group's packages and CUDA's libraries beside a CPU's torch. uv could, but reads nothing of pip's
+configuration, where mirrors, private indices and torch's own index are named.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A strict JSON parser, and an encoder that yields pieces.
 
-Large texts are processed in pieces of about a millisecond each, so that other threads can run.
+Large texts are processed in pieces of about a millisecond each, so that other threads can run. msgspec decodes 8 MiB
+without letting any of them run for 60 to 690 ms, and a list of its raw values for longer: it serves for pieces alone.
 """
 
 from __future__ import annotations
