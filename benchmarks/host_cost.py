@@ -98,7 +98,7 @@ def _run(sequences: int, steps: int, prompt_tokens: int, garbage: Garbage | None
         return value
 
     def applied(batch: Batch, result: StepResult) -> StepOutput:
-        outputs = scheduler.apply_columns(batch, result, 0.0)  # as if at once: no step nears --itl-target
+        outputs = scheduler.apply_result(batch, result, 0.0)  # as if at once: no step nears --itl-target
         return step_output(outputs, step_id=batch.step_id, stats=scheduler.stats())
 
     while len(times["sum"]) < steps:

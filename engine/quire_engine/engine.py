@@ -404,7 +404,7 @@ class Engine:
         started = self._clock()
         result = self._executor.collect()
         finished = self._clock()
-        outputs = self._scheduler.apply_columns(batch, result, finished).behind_others(before)
+        outputs = self._scheduler.apply_result(batch, result, finished).behind_others(before)
         if result.non_finite:
             wrong = self._scheduler.take_wrong_host_blocks()
             if wrong:

@@ -106,7 +106,7 @@ def test_leaps_out_of_the_columns_are_taken() -> None:
     asked = replace(Setup(), cost=COST, max_num_queued_reqs=100).with_settings([("max_num_seqs", 24)])
     simulation, in_columns = Simulation(asked), []
     take = simulation._leap
-    simulation._leap = lambda due: take(due) and (in_columns.append(len(simulation._scheduler._columns)) or True)  # type: ignore[method-assign]
+    simulation._leap = lambda due: take(due) and (in_columns.append(len(simulation._scheduler._decodes)) or True)  # type: ignore[method-assign]
     simulation.run([TraceRow(at=0.0, input_tokens=20, output_tokens=100 + 20 * (i % 24)) for i in range(48)])
     assert in_columns[:3] == [23, 23, 23]
     assert simulation.outcome.steps > 4 * len(in_columns)

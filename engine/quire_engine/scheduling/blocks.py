@@ -1,10 +1,12 @@
-"""Page tables, and the values by which allocators report matches, swaps and copies of blocks."""
+"""Page tables, the counts of sequences, and the values by which allocators report matches, swaps and copies."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from quire_engine.contract.batch import PENDING
+from quire_engine.contract.invariants import InvariantViolation
 from quire_engine.contract.kv_groups import WHOLE, KVGroup
 from quire_engine.scheduling.cache_shares import Owner
 
@@ -187,3 +189,71 @@ class SequenceKV:
     def num_held(self) -> int:
         """Blocks in all tables."""
         return sum([table.num_held for table in self.tables])
+
+
+class Row(SequenceKV):
+    """The place of one sequence in the arrays of `RunningDecodes`, which have its counts and its newest tokens.
+
+    Setting a count raises InvariantViolation.
+    """
+
+    __slots__ = ("_certain", "_computed", "_recent", "place")
+
+    def __init__(
+        self,
+        own: SequenceKV,
+        place: int,
+        *,
+        computed: memoryview[int],
+        certain: memoryview[int],
+        recent: memoryview[int],
+    ) -> None:
+        """`computed`, `certain`: of all places; `recent`: its own newest tokens, by position modulo their number."""
+        self.place = place
+        self._computed, self._certain, self._recent = computed, certain, recent
+        self.tables, self.owner, self.block_hashes = own.tables, own.owner, own.block_hashes
+        self.num_committed, self.num_promised, self.num_lent = own.num_committed, own.num_promised, own.num_lent
+        self.copies_from, self.shares_tail, self.swapped = own.copies_from, own.shares_tail, own.swapped
+
+    @property
+    def num_computed(self) -> int:
+        return self._computed[self.place]
+
+    @num_computed.setter
+    def num_computed(self, value: int) -> None:
+        raise InvariantViolation(f"{value} tokens are to count as computed of a decode that has a row")
+
+    @property
+    def num_certain(self) -> int:
+        return self._certain[self.place]
+
+    @num_certain.setter
+    def num_certain(self, value: int) -> None:
+        raise InvariantViolation(f"{value} tokens are to count as applied of a decode that has a row")
+
+    num_reserved = num_computed
+    num_settled = num_certain
+
+    def known(self, token_ids: list[int]) -> list[int]:
+        """Bring the sequence's own list of tokens up to date and return it."""
+        while token_ids[-1] == PENDING:
+            token_ids.pop()
+        certain, recent = self.num_certain, self._recent
+        width = len(recent)
+        token_ids.extend([recent[position % width] for position in range(len(token_ids), certain + 1)])
+        token_ids.extend([PENDING] * (self.num_computed - certain))
+        return token_ids
+
+    def alone(self) -> SequenceKV:
+        """The counts of the sequence when it has left its row."""
+        return SequenceKV(
+            tables=self.tables,
+            owner=self.owner,
+            num_computed=self.num_computed,
+            num_reserved=self.num_computed,
+            block_hashes=self.block_hashes,
+            num_committed=self.num_committed,
+            num_certain=self.num_certain,
+            num_promised=self.num_promised,
+            num_settled=self.num_certain,
+        )

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from quire_engine.contract.limits import SchedulerLimits
-from quire_engine.scheduling.decode_columns import DecodeColumns
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.planner import Planner
 from quire_engine.scheduling.policies import Policies
 from quire_engine.scheduling.roster import Roster
+from quire_engine.scheduling.running_decodes import RunningDecodes
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.step_plan import StepPlan
 
 _SIMPLE = ("fcfs", "priority", "wfq")  # policies that count no tokens, or each by itself
 _FEWEST = 2
-_FEWEST_OF_COLUMNS = 8  # where sequences have to leave the columns for it, in which single steps are cheap
+_FEWEST_FROM_ROWS = 8  # where sequences have to leave their rows for it, with which single steps are cheap
 
 # What a caller knows of steps that nobody computes.
 TokensLeft = Callable[[str], int]  # request id -> tokens that it is to get yet
@@ -51,11 +51,11 @@ class FastForward:
         kv: KVAllocator,
         roster: Roster,
         *,
-        columns: DecodeColumns,
+        decodes: RunningDecodes,
         planner: Planner,
     ) -> None:
         self._limits, self._policies, self._kv, self._roster = limits, policies, kv, roster
-        self._columns, self._planner = columns, planner
+        self._decodes, self._planner = decodes, planner
 
     # ---- decodes alone --------------------------------------------------------------------------------------------
 
@@ -65,16 +65,14 @@ class FastForward:
         if not sequences:
             return None
         request_ids = [sequence.group.request.request_id for sequence in sequences]
-        most, fewest = min(map(num_left, request_ids)) - 1, _FEWEST_OF_COLUMNS if len(self._columns) else _FEWEST
+        most, fewest = min(map(num_left, request_ids)) - 1, _FEWEST_FROM_ROWS if len(self._decodes) else _FEWEST
         if most < fewest:
             return None
         ends = self._ends(sequences, most, now, due, seconds)
         if len(ends) < fewest:
             return None
-        for sequence in sequences:
-            sequence.settle()
-        blocks_used = self._advance(sequences, len(ends))
-        self._welcome(sequences)
+        with self._decodes.apart(sequences):
+            blocks_used = self._advance(sequences, len(ends))
         self._planner.note_skipped(len(ends))
         for began, ended in pairwise([now, *ends][-3:]):  # of equal steps the newest two count
             self._policies.prices.learn(prompt_tokens=0, num_decodes=len(sequences), seconds=ended - began)
@@ -160,15 +158,20 @@ class FastForward:
         if found is None:
             return None
         group, decodes = found
-        prompt, kv = group.leader, self._kv
-        request_ids = [sequence.group.request.request_id for sequence in decodes]
+        prompt, request_ids = group.leader, [sequence.group.request.request_id for sequence in decodes]
         most = min(map(num_left, request_ids), default=sys.maxsize) - 1
-        if len(self._columns):
+        if len(self._decodes):
             chunks = group.pending(prompt) // max(self._planner.lone_chunk(group, len(decodes)), 1)
-            if min(most, chunks) < _FEWEST_OF_COLUMNS:
+            if min(most, chunks) < _FEWEST_FROM_ROWS:
                 return None
-            for sequence in decodes:
-                sequence.settle()
+        with self._decodes.apart(decodes):
+            return self._take_chunks(group, decodes, now, most=most, due=due, seconds=seconds)
+
+    def _take_chunks(
+        self, group: Group, decodes: list[Sequence], now: float, *, most: int, due: float, seconds: ChunkSeconds
+    ) -> Skipped | None:
+        """Take at most `most` chunks of the group's prompt, each beside one token of every decode."""
+        prompt, kv = group.leader, self._kv
         num_context = sum(sequence.num_known for sequence in decodes)
         ends: list[float] = []
         blocks_used, prompt_tokens = [], []
@@ -185,11 +188,10 @@ class FastForward:
             num_context += len(decodes)
             ends.append(now)
             prompt_tokens.append(chunk)
-        if ends:
-            self._end_chunks(group, decodes, len(ends))
-        self._welcome(decodes)
         if not ends:
             return None
+        self._end_chunks(group, decodes, len(ends))
+        request_ids = [sequence.group.request.request_id for sequence in decodes]
         return Skipped(request_ids=request_ids, ends=ends, blocks_used=blocks_used, prompt_tokens=tuple(prompt_tokens))
 
     def _decoding_beside_prompt(self) -> tuple[Group, list[Sequence]] | None:
@@ -261,12 +263,6 @@ class FastForward:
     def _served(self, elder: Group) -> list[Group]:
         """The running groups in the order of service."""
         return [elder, *[group for group in self._roster.running if group is not elder]]
-
-    def _welcome(self, sequences: list[Sequence]) -> None:
-        """Put into the columns the sequences that single steps would have there."""
-        for sequence in sequences:
-            if sequence.columns is None and sequence.group.is_plain and sequence.group is not self._planner.elder:
-                self._columns.welcome(sequence, self._roster.num_running)
 
 
 def _charge_output(sequences: list[Sequence]) -> None:

@@ -187,11 +187,11 @@ class KVAllocator(CachedBlocks):
             self._give_back(sequence, num_computed)
 
     def reserve_block(self, sequence: Sequence) -> None:
-        """Reserve one more block for a decode in columns, whose last block is full and which shares none."""
+        """Reserve one more block for a decode that has a row, whose last block is full and which shares none."""
         self._extend(sequence, sequence.kv.table, sequence.kv.table.num_slots + 1)
 
     def commit_block(self, sequence: Sequence, num_computed: int) -> None:
-        """Commit the last block of a decode in columns, full of applied results; the counts are in the columns."""
+        """Commit the last block of a decode that has a row, full of applied results; the counts are in the row."""
         if self._caching:
             self._commit_blocks(sequence, num_computed // self.block_size)
 

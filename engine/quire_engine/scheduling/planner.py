@@ -6,7 +6,7 @@ One step, `Planner.plan`, assigns `max_num_batched_tokens` tokens:
  1. the elder stays the elder until it ends; then `ElderRule.choose` picks the overdue group that arrived first;
  2. `Admission.seat`: a waiting elder enters, and other groups are preempted as needed;
  3. `_serve_elder`: the elder gets its decodes, and tokens of its prompt up to `min_chunk` in all;
- 4. `_serve_decodes`: every other running sequence with one token to compute gets it, those in the columns all at once;
+ 4. `_serve_decodes`: every other running sequence with one token to compute gets it, those with rows all at once;
  5. if sequences decode, `ItlTarget.prompt_tokens` limits the tokens left for prompts;
  6. `_serve_prefills`: the running groups' unfinished prompts get chunks of the size of `FixedChunk`, except those that
     `PromptTurns` defers;
@@ -30,12 +30,12 @@ from quire_engine.contract.invariants import InvariantViolation, require
 from quire_engine.contract.limits import SchedulerLimits
 from quire_engine.contract.types import PreemptionCause, WaitReason
 from quire_engine.scheduling.blocks import NO_MATCH, PrefixMatch
-from quire_engine.scheduling.decode_columns import DecodeColumns
 from quire_engine.scheduling.fairness import Accounts
 from quire_engine.scheduling.forecast import CapacityPolicy, has_room
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.policies import FixedChunk, Policies, QueuePolicy, has_adapter_room
 from quire_engine.scheduling.roster import Roster
+from quire_engine.scheduling.running_decodes import RunningDecodes
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.shares import ClassShares, TenantShares
 from quire_engine.scheduling.step_plan import StepPlan
@@ -52,7 +52,7 @@ class Planner:
         kv: KVAllocator,
         roster: Roster,
         *,
-        columns: DecodeColumns,
+        decodes: RunningDecodes,
         swapping: Swapping | None = None,
     ) -> None:
         self.elder: Group | None = None
@@ -61,7 +61,7 @@ class Planner:
         self._policies = policies
         self._kv = kv
         self._roster = roster
-        self._columns = columns
+        self._decodes = decodes
         is_fair = limits.scheduling_policy == "wfq"
         self.accounts = Accounts(of_everyone=is_fair)
         self._classes = ClassShares(limits.class_share)
@@ -71,8 +71,9 @@ class Planner:
             if is_fair
             else None
         )
-        preemptor = Preemptor(limits, policies, kv, roster, shares=shares, swapping=swapping)
-        self._assigner = Assigner(policies.chunk, kv, preemptor, columns)
+        preemptor = Preemptor(limits, policies, kv, roster, decodes=decodes, shares=shares, swapping=swapping)
+        self._preemptor = preemptor
+        self._assigner = Assigner(policies.chunk, kv, preemptor, decodes)
         self.admission = Admission(
             limits,
             queue=policies.queue,
@@ -91,11 +92,11 @@ class Planner:
         self.step = step
         last, self.elder = self.elder, self._elder(step)
         plan = StepPlan(step, self._limits.max_num_batched_tokens, self.elder)
+        if self.elder is not last:
+            self._decodes.except_for(self.elder)
         if self.elder is not None:
             if self.elder is not last:
                 plan.note("elder", self.elder)
-                for sequence in self.elder.sequences:
-                    sequence.settle()
             self._serve_elder(self.elder, plan, now)
         prefilling = self._serve_decodes(plan)
         if prefilling or self._roster.waiting:
@@ -106,10 +107,10 @@ class Planner:
         self._assign_rest(prefilling, plan)
         self.admission.note_kv_wait(now)
         self.accounts.charge(plan)
-        layout = self._columns.layout(self._roster.running)
-        self._classes.note(plan, self._roster.running, self._roster.waiting, batch_rows=layout.num_batch)
+        num_batch = self._decodes.num_batch
+        self._classes.note(plan, self._roster.running, self._roster.waiting, batch_rows=num_batch)
         if self._policies.charge is not None and self._roster.waiting:
-            self._policies.charge(plan.every_slice(layout))
+            self._policies.charge(self._decodes.every_slice(plan))
         self._kv.unpin()
         return plan
 
@@ -124,6 +125,7 @@ class Planner:
         """The group is about to be held: if it is the elder, the next step chooses another one."""
         if self.elder is group:
             self.elder = None
+            self._decodes.except_for(None)
 
     def lone_chunk(self, group: Group, num_decodes: int) -> int:
         """Return the tokens that a step assigns to the only running prompt, beside decodes and while no group waits.
@@ -159,8 +161,7 @@ class Planner:
         for side, partial in Counter(group.side for group in others if group.is_prefilling).items():
             require(partial <= limits.max_num_partial_prefills, f"{partial} requests of {side} compute their prompts")
         require(self.elder not in roster.held.values(), "the elder is held")
-        require(self.elder not in self._columns, "the elder is in the columns")
-        self._columns.check(roster.running)
+        self._decodes.check(self.elder)
 
     def _elder(self, step: int) -> Group | None:
         if self.elder is None or self.elder.state == "finished":
@@ -181,10 +182,9 @@ class Planner:
 
     def _serve_decodes(self, plan: StepPlan) -> list[Group]:
         """Assign one token to every running decode; returns the groups that have more than one token to compute."""
-        plan.serve_rows(len(self._columns))
         others = [
             group
-            for group in self._columns.to_serve(self._roster.running)
+            for group in self._decodes.serve(plan, self._preemptor.free_blocks)
             if group.state == "running" and self._assigner.assign_decodes(group, plan)
         ]
         plan.end_decodes()
@@ -540,10 +540,10 @@ def _tokens_left(group: Group) -> int:
 class Assigner:
     """Assigns a step's token budget to running sequences and reserves their KV blocks."""
 
-    def __init__(self, chunk: FixedChunk, kv: KVAllocator, preemptor: Preemptor, columns: DecodeColumns) -> None:
+    def __init__(self, chunk: FixedChunk, kv: KVAllocator, preemptor: Preemptor, decodes: RunningDecodes) -> None:
         self._chunk = chunk
         self._kv = kv
-        self._columns = columns
+        self._decodes = decodes
         self._preemptor = preemptor
 
     def assign(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
@@ -556,14 +556,7 @@ class Assigner:
         return True
 
     def assign_decodes(self, group: Group, plan: StepPlan) -> bool:
-        """One token for each sequence that has one token left; True if any sequence has more.
-
-        A group in the columns has its token, and wants a block.
-        """
-        if group in self._columns:
-            if self._kv.num_available or self._preemptor.free_blocks(group, 1, plan):
-                self._columns.grow(group.leader)
-            return False
+        """One token for each sequence that has one token left; True if any sequence has more."""
         has_more = False
         for sequence in group.computing:
             pending = group.pending(sequence)
@@ -603,7 +596,7 @@ class Assigner:
 
     def stays_partial(self, group: Group, plan: StepPlan) -> bool:
         """Whether the group will be in the middle of its known tokens after this step."""
-        if group in self._columns:
+        if group in self._decodes:
             return False
         if any(group.pending(sequence) > plan.slices.get(sequence, 0) for sequence in group.computing):
             return True
@@ -624,6 +617,7 @@ class Preemptor:
         kv: KVAllocator,
         roster: Roster,
         *,
+        decodes: RunningDecodes,
         shares: TenantShares | None = None,
         swapping: Swapping | None = None,
     ) -> None:
@@ -632,6 +626,7 @@ class Preemptor:
         self._capacity = policies.capacity
         self._kv = kv
         self._roster = roster
+        self._decodes = decodes
         self._shares = shares
         self._swapping = swapping  # None: every preempted group is recomputed
 
@@ -685,9 +680,7 @@ class Preemptor:
 
     def _preempt(self, group: Group, cause: PreemptionCause, plan: StepPlan, *, by: Group) -> None:
         """Preempt `group` for the group `by`, which may be the same one."""
-        copied_from = plan.take_back(group)
-        for sequence in group.sequences:
-            sequence.settle()
+        copied_from = plan.take_back(group, num_rows=self._decodes.leave(group))
         self._kv.cancel_copies(group.sequences, copied_from.keys())
         is_kept = self._swapping is not None and self._swapping.swap_out(group, copied_from)
         num_kept = (

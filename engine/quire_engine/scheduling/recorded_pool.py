@@ -19,7 +19,7 @@ class RecordedPool:
     """A recorder of the pool's blocks, for an executor that computes each step before the next one is planned.
 
     Full blocks are recorded as they become matchable, those that running sequences have begun with every step, except
-    in the columns, where the blocks of many sequences are recorded as they fill.
+    those with rows: the blocks of many sequences are recorded as they fill.
     """
 
     def __init__(self, kv: KVAllocator, roster: Roster, record: BlockRecord) -> None:
@@ -65,7 +65,7 @@ class RecordedPool:
         """Record the block that the sequence has begun."""
         size = self._kv.block_size
         index, count = (0, 0)
-        if sequence is not None and sequence.columns is None and len(sequence.kv.table):
+        if sequence is not None and sequence.row is None and len(sequence.kv.table):
             index, count = divmod(sequence.kv.num_certain, size)
         block = sequence.kv.table.block_ids[index] if sequence is not None and count else None
         if block is not None and self._kv.is_registered(block):

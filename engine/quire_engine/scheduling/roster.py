@@ -15,15 +15,16 @@ from quire_engine.scheduling.adapter_use import AdapterUse
 from quire_engine.scheduling.blocks import PageTable, PrefixMatch, SequenceKV
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.policies import OrderPolicy
+from quire_engine.scheduling.running_decodes import RunningDecodes
 from quire_engine.scheduling.sequence import Group, Sequence
 
 
 class Roster:
     """The lives of the groups: join, then enter and be preempted in turns, then end."""
 
-    def __init__(self, kv: KVAllocator, order: OrderPolicy) -> None:
+    def __init__(self, kv: KVAllocator, order: OrderPolicy, decodes: RunningDecodes) -> None:
         self.live: dict[str, Group] = {}  # in the order of arrival, or of the last release
-        self.running: list[Group] = []
+        self.running = decodes.running
         self.waiting: list[Group] = []
         self.held: dict[str, Group] = {}  # live, and in neither queue
         self.sequences: dict[int, Sequence] = {}  # unfinished ones, by id
@@ -33,6 +34,7 @@ class Roster:
         self.total_preemptions_by_cause: dict[PreemptionCause, int] = dict.fromkeys(PREEMPTION_CAUSES, 0)
         self._kv = kv
         self._order = order
+        self._decodes = decodes
         self._arrivals = count()
         self._sequence_ids = count()
 
@@ -82,7 +84,7 @@ class Roster:
         `is_kept`: its blocks are swapped out already.
         """
         if not is_kept:
-            _settle(group)
+            self._decodes.leave(group)
             group.preempt()
             for sequence in group.sequences:
                 self._kv.release(sequence)
@@ -96,7 +98,7 @@ class Roster:
     def hold(self, group: Group, reason: HoldReason) -> None:
         """Take a live group out of its queue and free its blocks."""
         if group.state == "running":
-            _settle(group)
+            self._decodes.leave(group)
             group.preempt()
             for sequence in group.sequences:
                 self._kv.release(sequence)
@@ -128,7 +130,7 @@ class Roster:
     def end(self, sequence: Sequence) -> None:
         """End a choice, and its group with the last one."""
         group = sequence.group
-        sequence.settle()
+        self._decodes.leave(group)
         self._kv.release(sequence)
         del self.sequences[sequence.sequence_id]
         was = group.state
@@ -175,11 +177,6 @@ class Roster:
             require(bool(group.sequences), f"{_name(group)} is live without a choice")
             for sequence in group.sequences:
                 _check_sequence(sequence)
-
-
-def _settle(group: Group) -> None:
-    for sequence in group.sequences:
-        sequence.settle()
 
 
 def _check_sequence(sequence: Sequence) -> None:

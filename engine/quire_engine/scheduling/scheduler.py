@@ -12,13 +12,11 @@ from heapq import heapify, heappop, heappush
 from quire_engine.contract.batch import Batch, StepResult
 from quire_engine.contract.block_record import BlockRecord
 from quire_engine.contract.block_store import BlockPeers, BlockStore
-from quire_engine.contract.decodes import BatchInColumns
 from quire_engine.contract.errors import InfeasibleRequest
 from quire_engine.contract.invariants import require
 from quire_engine.contract.limits import SchedulerConfig
 from quire_engine.contract.token_columns import Outputs
 from quire_engine.contract.types import EngineStats, GenerationRequest, HoldReason, TokenOutput
-from quire_engine.scheduling.decode_columns import FEWEST, DecodeColumns
 from quire_engine.scheduling.fast_forward import ChunkSeconds, DecodeSeconds, FastForward, Skipped, TokensLeft
 from quire_engine.scheduling.gate import check_request
 from quire_engine.scheduling.kept_prefixes import Allocate, KeptPrefixes, allocator_with
@@ -30,6 +28,7 @@ from quire_engine.scheduling.planner import Planner
 from quire_engine.scheduling.policies import Policies, policies_for
 from quire_engine.scheduling.recorded_pool import RecordedPool
 from quire_engine.scheduling.roster import Roster
+from quire_engine.scheduling.running_decodes import FEWEST, RunningDecodes
 from quire_engine.scheduling.speculation import Speculate
 from quire_engine.scheduling.step_prices import AppliedStep
 from quire_engine.scheduling.step_results import StepResults
@@ -61,8 +60,8 @@ class Scheduler:
 
         `record`: of what the pool holds, for an executor that computes one step at a time.
 
-        `columns_from`: running sequences from which on plain decodes come into the columns; None: never. `allocate`:
-        makes the allocator in place of the one that the configuration asks for.
+        `columns_from`: running requests from which on plain decodes have rows; None: never. `allocate`: makes the
+        allocator in place of the one that the configuration asks for.
         """
         config.check()
         limits, policies = config.limits, policies or policies_for(config.limits)
@@ -70,18 +69,18 @@ class Scheduler:
         self._kv, self._swapping = (
             allocator_with(config, host_keys, store, peers) if allocate is None else (allocate(config), None)
         )
-        self._roster = Roster(self._kv, policies.order)
-        self._columns = DecodeColumns(
+        self._decodes = RunningDecodes(
             self._kv,
             max_num_seqs=limits.max_num_seqs,
             max_model_len=config.max_model_len,
             fewest=columns_from if speculate is None else None,  # drafts are for each decode by itself
         )
+        self._roster = Roster(self._kv, policies.order, self._decodes)
         self._planner = Planner(
-            limits, policies, self._kv, self._roster, columns=self._columns, swapping=self._swapping
+            limits, policies, self._kv, self._roster, decodes=self._decodes, swapping=self._swapping
         )
         self._fast_forward = FastForward(
-            limits, policies, self._kv, self._roster, columns=self._columns, planner=self._planner
+            limits, policies, self._kv, self._roster, decodes=self._decodes, planner=self._planner
         )
         self._log = StepLog(limits, self._roster) if limits.step_log else None
         self.kept = KeptPrefixes(self._kv, self._log, store, peers)
@@ -89,7 +88,7 @@ class Scheduler:
         self._results = StepResults(
             self._kv,
             self._roster,
-            columns=self._columns,
+            decodes=self._decodes,
             planner=self._planner,
             log=self._log,
             speculation=self._speculation,
@@ -98,7 +97,7 @@ class Scheduler:
         self._recorded = None if record is None else RecordedPool(self._kv, self._roster, record)
         self.num_taken_over = 0 if self._recorded is None else self._recorded.num_found  # blocks of the engine before
         num_restored = len(host_keys) + self.num_taken_over
-        self._fragmentation = Fragmentation(self._kv, self._roster, self._columns)
+        self._fragmentation = Fragmentation(self._kv, self._decodes)
         self._inspection = Inspection(
             config, self._kv, self._roster, self._log, num_restored, check=self.check_invariants
         )
@@ -133,9 +132,9 @@ class Scheduler:
         return self._kv.num_cached
 
     @property
-    def num_in_columns(self) -> int:
-        """Running sequences that decode in the columns."""
-        return len(self._columns)
+    def num_rows(self) -> int:
+        """Running sequences whose decodes are kept as rows."""
+        return len(self._decodes)
 
     def add(self, request: GenerationRequest, now: float) -> None:
         """Accept a request, which then finishes. Raises InfeasibleRequest if no schedule could serve it."""
@@ -268,14 +267,13 @@ class Scheduler:
         if self._roster.total_preemptions:
             self._roster.total_recomputed_tokens += plan.num_recomputed
         batch = None
-        if plan.slices or len(self._columns):
+        if plan.slices or plan.num_rows:
             released = self._kv.take_released()
             if self._speculation is not None:
                 self._speculation.forget(released)
             if self._recorded is not None:
                 self._recorded.planned(released)
-            rows = self._columns.planned(self._roster.running) if len(self._columns) else None
-            batch = plan.batch(self._step, self._kv.take_moves(), released, rows)
+            batch = plan.batch(self._step, self._kv.take_moves(), released, self._decodes.planned(plan))
         if self._log is not None:
             self._log.planned(self._step, plan, batch, self._kv.num_used, now)
         if batch is None:
@@ -285,10 +283,10 @@ class Scheduler:
         return batch
 
     def apply(self, batch: Batch, result: StepResult, now: float) -> list[TokenOutput]:
-        """`apply_columns`, with all outputs made."""
-        return self.apply_columns(batch, result, now).every()
+        """`apply_result`, with all outputs made."""
+        return self.apply_result(batch, result, now).every()
 
-    def apply_columns(self, batch: Batch, result: StepResult, now: float) -> Outputs:
+    def apply_result(self, batch: Batch, result: StepResult, now: float) -> Outputs:
         """Apply a step's tokens, scores and errors; returns the outputs.
 
         Results for sequences that ended or were preempted since `schedule` are ignored.
@@ -331,13 +329,13 @@ class Scheduler:
         """
         return self._note_skipped(self._fast_forward.chunks(now, due, num_left, seconds) if self._may_skip else None)
 
-    def open_columns(self, is_open: bool) -> None:
-        """Let decodes into the columns from now on, or none: those that are skipped are to stay outside."""
-        self._columns.open(is_open)
+    def gather_decodes(self, is_on: bool) -> None:
+        """Keep further decodes as rows from now on, or none: those that are about to be skipped are not to be."""
+        self._decodes.open(is_on)
 
     def stats(self) -> EngineStats:
         """Gauges of this moment and counters since the start. The caller adds the step's times."""
-        parts = self._kv, self._roster, self._columns, self._planner, self._speculation
+        parts = self._kv, self._roster, self._decodes, self._planner, self._speculation
         samples = self._fragmentation.totals(self._applied_at)
         books = engine_stats(*parts, last=self._applied, samples=samples)
         return self.kept.add_to(books if self._swapping is None else self._swapping.add_to(books))
@@ -394,8 +392,7 @@ class Scheduler:
     def _advance(self, batch: Batch) -> None:
         """Count the batch as computed; a finished prompt is forked to the choices that wait for it."""
         sequences = self._roster.sequences
-        if isinstance(batch, BatchInColumns):
-            self._columns.advance(batch.decodes)
+        self._decodes.advance(batch)
         for item in batch.others:
             sequence = sequences.get(item.sequence_id)
             if sequence is None or item.run != sequence.group.num_preemptions:

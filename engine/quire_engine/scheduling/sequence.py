@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 from operator import add
-from typing import Literal, Protocol
+from typing import Literal
 
 from quire_engine.contract.batch import PENDING, POOLED_BITS
 from quire_engine.contract.invariants import require
@@ -24,19 +24,11 @@ from quire_engine.contract.types import (
 )
 from quire_engine.scheduling.account import Account
 from quire_engine.scheduling.beams import BeamSearch
-from quire_engine.scheduling.blocks import SequenceKV
+from quire_engine.scheduling.blocks import Row, SequenceKV
 
 # The hash of a full block; for a partial one the hash of all blocks before it, and its first tokens.
 Content = bytes | tuple[bytes, tuple[int, ...]]
 GroupState = Literal["waiting", "running", "preempted", "held", "finished"]
-
-
-class Columns(Protocol):
-    """The columns in which sequences have their counts and newest tokens; `decode_columns.DecodeColumns`."""
-
-    def num_known(self, group: Group) -> int: ...
-    def tokens_of(self, sequence: Sequence) -> list[int]: ...
-    def leave(self, sequence: Sequence) -> None: ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -46,41 +38,39 @@ class Sequence:
     sequence_id: int
     choice: int
     group: Group
-    own_token_ids: list[int]  # without those that only the columns have
+    own_token_ids: list[int]  # without those that only its row has
     num_prompt_tokens: int
     kv: SequenceKV  # written by the allocator alone
     has_output: bool = False  # this engine process has sent its first output
     num_forced: int = 0  # tokens after the last sampled one that its grammar or thinking limit forced
     expected_output: int = 0  # its output tokens in all, as expected when it last was; 0: no expectation yet
     is_launched: bool = False  # all of its tokens are computed or in flight: nothing is left to schedule
-    columns: Columns | None = None  # in which it decodes
+    row: Row | None = None  # then `kv` too: where its counts and newest tokens are while it does nothing but decode
 
     @property
     def token_ids(self) -> list[int]:
         """Prompt, then output; PENDING for those of steps in flight."""
-        return self.own_token_ids if self.columns is None else self.columns.tokens_of(self)
+        return self.own_token_ids if self.row is None else self.row.known(self.own_token_ids)
 
     @property
     def num_known(self) -> int:
         """The number of its tokens, pending ones included."""
-        return len(self.own_token_ids) if self.columns is None else self.columns.num_known(self.group)
+        return len(self.own_token_ids) if self.row is None else self.row.num_computed + 1
 
     @property
     def num_output_tokens(self) -> int:
         return self.num_known - self.num_prompt_tokens
 
-    def enter_columns(self, columns: Columns, kv: SequenceKV) -> None:
-        """Read the sequence's counts through the columns from now on."""
-        self.columns, self.kv = columns, kv
+    def take_row(self, row: Row) -> None:
+        """Read the sequence's counts and newest tokens from a row from now on."""
+        self.row = self.kv = row
 
-    def leave_columns(self, token_ids: list[int], kv: SequenceKV) -> None:
+    def leave_row(self) -> None:
         """Give the sequence its own tokens and counts again."""
-        self.columns, self.own_token_ids, self.kv = None, token_ids, kv
-
-    def settle(self) -> None:
-        """Leave the columns, if it is there: something else than a decode is about to happen to it."""
-        if self.columns is not None:
-            self.columns.leave(self)
+        if self.row is not None:
+            self.row.known(self.own_token_ids)
+            self.kv = self.row.alone()
+            self.row = None
 
     def note_output(self) -> None:
         self.has_output = True
@@ -175,7 +165,7 @@ class Group:
     is_batch: bool = field(init=False)
     is_resumed: bool = field(init=False)  # an earlier engine has begun it: its client has tokens already
     adapter: str = field(init=False)  # its digest, or empty
-    is_plain: bool = field(init=False)  # it may decode in columns
+    is_plain: bool = field(init=False)  # its decodes may have rows
 
     def __post_init__(self) -> None:
         request = self.request
@@ -418,7 +408,7 @@ MOST_STOP_IDS = 8  # of a plain request
 
 
 def _is_plain(request: GenerationRequest) -> bool:
-    """Whether a request may decode in columns: one choice of tokens without rules, log-probabilities or an adapter."""
+    """Whether its decodes may have rows: one choice of tokens without rules, log-probabilities or an adapter."""
     sampling = request.sampling
     is_single = request.num_sequences == 1 and request.beam is None and request.adapter is None
     has_rules = sampling.reads_output or sampling.logit_bias or sampling.allowed_token_ids or sampling.banned_token_ids

@@ -146,7 +146,7 @@ class ClassShares:
         return [other for other in batch if other is not elder and other.num_class_preemptions < MAX_CLASS_PREEMPTIONS]
 
     def note(self, plan: StepPlan, running: list[Group], waiting: list[Group], *, batch_rows: int = 0) -> None:
-        """Add a step's tokens to the shares, without tokens that are computed again; `batch_rows`: of the columns."""
+        """Add a step's tokens to the shares, without tokens that are computed again; `batch_rows`: of batch groups."""
         if not any(queue and queue[-1].is_batch for queue in (running, waiting)):
             self._all = self._batch = 0.0
             self.due = None

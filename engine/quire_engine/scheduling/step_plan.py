@@ -1,7 +1,7 @@
 """One step's plan while it is made: the slices, the copies to make before them, and the decisions.
 
 The budget is never exceeded. A preempted group loses all its slices. Each decision about a group is recorded. Plain
-decodes have no slices here but rows in `DecodeColumns`, of a token each.
+decodes have no slices here but rows in `RunningDecodes`, of a token each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Literal
 from quire_engine.contract.batch import Batch, Fork, ScheduledSequence
 from quire_engine.contract.decodes import BatchInColumns, Decodes
 from quire_engine.scheduling.blocks import NO_MOVES, Moves
-from quire_engine.scheduling.decode_columns import Layout
 from quire_engine.scheduling.sequence import Group, Sequence
 
 DecisionKind = Literal["elder", "enters", "waits", "preempted"]
@@ -34,7 +33,7 @@ class StepPlan:
     """The slices, in the order in which they were first assigned, which is the order of the batch."""
 
     __slots__ = (
-        *("_copies", "_decodes", "budget", "decisions", "drafts", "elder", "num_preempted", "num_rows", "slices"),
+        *("_copies", "budget", "decisions", "decodes", "drafts", "elder", "num_preempted", "num_rows", "slices"),
         "step",
     )
 
@@ -46,8 +45,8 @@ class StepPlan:
         self.slices: dict[Sequence, int] = {}
         self.drafts: dict[Sequence, tuple[int, ...]] = {}  # guessed tokens behind a slice, which are no part of it
         self.num_preempted = 0
-        self.num_rows = 0  # of the columns, once they are served
-        self._decodes: tuple[Sequence, ...] = ()  # those with slices that were served with the rows
+        self.num_rows = 0  # of decodes, once they are served
+        self.decodes: tuple[Sequence, ...] = ()  # those with slices that were served with the rows
         self._copies: dict[Sequence, tuple[tuple[int, int], ...]] = {}
 
     def assign(self, sequence: Sequence, num_tokens: int, copies: tuple[tuple[int, int], ...] = ()) -> None:
@@ -58,13 +57,13 @@ class StepPlan:
             self._copies[sequence] = copies
 
     def serve_rows(self, num_rows: int) -> None:
-        """Each row of the columns has a token of the step."""
+        """Give each row a token of the step."""
         self.num_rows = num_rows
         self.budget -= num_rows
 
     def end_decodes(self) -> None:
         """All decodes are served: what is assigned from now on comes behind them."""
-        self._decodes = tuple(self.slices)
+        self.decodes = tuple(self.slices)
 
     def note(self, kind: DecisionKind, group: Group, *, reason: str = "", num_tokens: int = 0, by: str = "") -> None:
         """Record a decision for the step log."""
@@ -80,14 +79,14 @@ class StepPlan:
         """Limit the rest of the budget."""
         self.budget = min(self.budget, num_tokens)
 
-    def take_back(self, group: Group) -> dict[int, int]:
-        """Remove the slices and copies of a group that is preempted; returns the copies' sources by target."""
+    def take_back(self, group: Group, *, num_rows: int = 0) -> dict[int, int]:
+        """Remove the slices, copies and rows of a group that is preempted; returns the copies' sources by target."""
         self.num_preempted += 1
+        if self.num_rows:
+            self.num_rows -= num_rows
+            self.budget += num_rows
         copied_from: dict[int, int] = {}
         for sequence in group.sequences:
-            if sequence.columns is not None and self.num_rows:
-                self.num_rows -= 1
-                self.budget += 1
             self.budget += self.slices.pop(sequence, 0)
             for source, target in self._copies.pop(sequence, ()):
                 copied_from[target] = source
@@ -118,9 +117,9 @@ class StepPlan:
         step_id: int,
         moves: Moves = NO_MOVES,
         released: tuple[int, ...] = (),
-        rows: tuple[Decodes, Layout] | None = None,
+        rows: tuple[Decodes, list[int]] | None = None,
     ) -> Batch:
-        """The plan as a `Batch` for the executor; `rows`: those of the columns, if there are any."""
+        """The plan as a `Batch` for the executor; `rows`: if there are any, and for each slice how many come before."""
         drafts = self.drafts
         items = tuple(
             [_item(sequence, num_tokens, drafts.get(sequence, ())) for sequence, num_tokens in self.slices.items()]
@@ -140,11 +139,11 @@ class StepPlan:
                 copies=copies,
                 released=released,
             )
-        decodes, layout = rows
+        decodes, behind = rows
         return BatchInColumns(
             decodes=decodes,
             others=items,
-            behind=self.places(layout),
+            behind=behind,
             step_id=step_id,
             num_tokens=num_tokens + len(decodes),
             num_decodes=num_decodes + len(decodes),
@@ -154,23 +153,6 @@ class StepPlan:
             copies=copies,
             released=released,
         )
-
-    def every_slice(self, layout: Layout) -> dict[Sequence, int]:
-        """The slices, and one for each row of the columns, in the order of the batch."""
-        slices: dict[Sequence, int] = {}
-        first = 0
-        for (sequence, size), place in zip(self.slices.items(), self.places(layout), strict=True):
-            slices |= dict.fromkeys([group.leader for group in layout.groups[first:place]], 1)
-            slices[sequence], first = size, place
-        return slices | dict.fromkeys([group.leader for group in layout.groups[first:]], 1)
-
-    def places(self, layout: Layout) -> list[int]:
-        """Return for each slice, in order, how many rows of the columns are served before it."""
-        served, behind, elder = set(self._decodes), layout.behind, self.elder
-        return [
-            (0 if sequence.group is elder else behind[sequence.group]) if sequence in served else len(layout.groups)
-            for sequence in self.slices
-        ]
 
 
 def _item(sequence: Sequence, num_tokens: int, drafts: tuple[int, ...]) -> ScheduledSequence:

@@ -5,16 +5,10 @@ Each accepted choice ends once. Several tokens of a choice, and what other choic
 
 from __future__ import annotations
 
-from itertools import chain
-
-import numpy as np
-
-from quire_engine.contract.batch import Batch, SampledToken, ScheduledSequence, StepResult, num_accepted
-from quire_engine.contract.decodes import BatchInColumns, Column, Decodes
+from quire_engine.contract.batch import Batch, ScheduledSequence, StepResult, num_accepted
 from quire_engine.contract.token_columns import Outputs
 from quire_engine.contract.types import NON_FINITE, FinishReason, TokenOutput
 from quire_engine.scheduling.beam_forks import BeamForks
-from quire_engine.scheduling.decode_columns import DecodeColumns
 from quire_engine.scheduling.kv_allocator import KVAllocator
 from quire_engine.scheduling.log.step_log import StepLog
 from quire_engine.scheduling.outputs import (
@@ -26,6 +20,7 @@ from quire_engine.scheduling.outputs import (
 )
 from quire_engine.scheduling.planner import Planner
 from quire_engine.scheduling.roster import Roster
+from quire_engine.scheduling.running_decodes import RunningDecodes
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.speculation import Speculation
 from quire_engine.scheduling.swapping import Swapping
@@ -41,13 +36,13 @@ class StepResults:
         kv: KVAllocator,
         roster: Roster,
         *,
-        columns: DecodeColumns,
+        decodes: RunningDecodes,
         planner: Planner,
         log: StepLog | None,
         speculation: Speculation | None,
         swapping: Swapping | None,
     ) -> None:
-        self._kv, self._roster, self._columns, self._swapping = kv, roster, columns, swapping
+        self._kv, self._roster, self._decodes, self._swapping = kv, roster, decodes, swapping
         self._planner, self._log, self._speculation = planner, log, speculation
         self._beam_forks = BeamForks(kv, roster, log)
 
@@ -55,9 +50,17 @@ class StepResults:
         """The outputs of a step. Results for sequences that ended or were preempted since its plan are ignored."""
         if result.non_finite:
             self._invalidate_non_finite(batch, result)
-        if isinstance(batch, BatchInColumns):
-            return self._apply_rows(batch, result, now)
-        return Outputs(others=[output for item in batch.items for output in self._apply_item(item, batch, result, now)])
+        taken = self._decodes.take(batch, result)
+        if taken is None:
+            return Outputs(
+                others=[output for item in batch.items for output in self._apply_item(item, batch, result, now)]
+            )
+        others: list[TokenOutput] = []
+        behind: list[int] = []
+        for num_before, item in taken.rest:
+            others += self._apply_item(item, batch, result, now)
+            behind += [num_before] * (len(others) - len(behind))
+        return Outputs(others=others, streams=taken.streams, ids=taken.ids, behind=tuple(behind))
 
     def note_end(self, sequence: Sequence) -> None:
         """A choice has all its tokens: later expectations and guesses are learned from it."""
@@ -68,34 +71,6 @@ class StepResults:
     def fail_all(self, group: Group, message: str) -> list[TokenOutput]:
         """End a request with an error of each choice that is unfinished."""
         return error_outputs(group, self._roster.end_all(group), message)
-
-    def _apply_rows(self, batch: BatchInColumns, result: StepResult, now: float) -> Outputs:
-        """Apply a step with columns: the rows that go on all at once, then, in order, whatever else there is to do."""
-        decodes = batch.decodes
-        taken = self._columns.take(decodes, tokens_of_rows(decodes, result))
-        for account, num_rows in taken.accounts.items():
-            account.charge_outputs(num_rows)
-        others: list[TokenOutput] = []
-        behind: list[int] = []
-        left, full = iter(taken.left), iter(taken.full)
-        next_left, next_full, num_left = next(left, len(decodes)), next(full, len(decodes)), 0
-        for item, place in chain(zip(batch.others, batch.behind, strict=True), [(None, len(decodes))]):
-            while min(next_left, next_full) < place:
-                if next_full < next_left:
-                    self._columns.note_full(self._columns.sequence(decodes, next_full))
-                    next_full = next(full, len(decodes))
-                    continue
-                row = decodes.item(next_left)
-                if result.decoded is not None and result.decoded[next_left] >= 0:
-                    result.samples[row.sequence_id] = (SampledToken(token_id=int(result.decoded[next_left])),)
-                others += self._apply_item(row, batch, result, now)
-                behind += [next_left - num_left] * (len(others) - len(behind))
-                num_left, next_left = num_left + 1, next(left, len(decodes))
-            if item is not None:
-                others += self._apply_item(item, batch, result, now)
-                behind += [place - num_left] * (len(others) - len(behind))
-        ids = taken.ids.astype(">u4").tobytes()
-        return Outputs(others=others, streams=taken.streams, ids=ids, behind=tuple(behind))
 
     def _apply_item(self, item: ScheduledSequence, batch: Batch, result: StepResult, now: float) -> list[TokenOutput]:
         """Apply what one slice has brought; returns its outputs."""
@@ -114,10 +89,9 @@ class StepResults:
         self, sequence: Sequence, item: ScheduledSequence, batch: Batch, result: StepResult, now: float
     ) -> list[TokenOutput]:
         """Apply a slice that was computed and has no drafts."""
-        if sequence.columns is not None:  # it has come since the step was planned
-            output = self._take_in_columns(sequence, item, result)
-            if output is not None:
-                return [output]
+        if self._decodes.take_one(sequence, item, result):
+            samples = result.samples[item.sequence_id]
+            return [token_output(sequence, samples, (samples[0].token_id,), None)]
         self._kv.commit(sequence, item.end)
         if item.wants_prompt_logprobs:
             sequence.group.add_prompt_logprobs(result.prompt_logprobs[item.sequence_id])
@@ -134,16 +108,6 @@ class StepResults:
         elif sequence.group.request.tells_progress and not sequence.has_output and item.end < item.num_prompt_tokens:
             outputs = [progress_output(sequence, item.end, now)]
         return outputs
-
-    def _take_in_columns(self, sequence: Sequence, item: ScheduledSequence, result: StepResult) -> TokenOutput | None:
-        """The output of a slice whose sequence is in the columns by now. None: it has left, to end."""
-        samples, group = result.samples[item.sequence_id], sequence.group
-        if samples[0].error is None and self._columns.take_one(sequence, item.end, samples[0].token_id):
-            if group.account is not None:
-                group.account.charge_output(1)
-            return token_output(sequence, samples, (samples[0].token_id,), None)
-        sequence.settle()
-        return None
 
     def _take_tokens(self, sequence: Sequence, item: ScheduledSequence, result: StepResult, now: float) -> TokenOutput:
         """Store the tokens sampled behind an item, up to the first one that ends the sequence.
@@ -188,8 +152,7 @@ class StepResults:
         if sequence.num_forced != num_forced:
             sequence.note_forced(num_forced)
         output = token_output(sequence, samples, tuple(taken), finish, predicted)
-        if group.is_plain and group is not self._planner.elder:
-            self._columns.welcome(sequence, self._roster.num_running)
+        self._decodes.welcome(sequence)
         return output
 
     def _finish_prompt_only(self, group: Group, now: float) -> list[TokenOutput]:
@@ -220,7 +183,7 @@ class StepResults:
             if result.non_finite.isdisjoint(concerned):
                 continue
             group = sequence.group
-            sequence.settle()
+            self._decodes.leave(group)
             self._kv.invalidate(group.sequences)
             for sequence_id in concerned:  # replaced by the entry that is made below
                 result.samples.pop(sequence_id, None)
@@ -241,12 +204,3 @@ class StepResults:
         if self._log is not None:
             self._log.starved(group, step)
         return []
-
-
-def tokens_of_rows(decodes: Decodes, result: StepResult) -> Column:
-    """The token of each row, negative where there is none, or not one alone: [N]."""
-    if result.decoded is not None:
-        return np.asarray(result.decoded, dtype=np.int64)
-    failed = result.errors.keys() | result.starved
-    samples = [() if (i := row.sequence_id) in failed else result.samples.get(i, ()) for row in decodes.rows]
-    return np.array([each[0].token_id if len(each) == 1 else -1 for each in samples], dtype=np.int64)

@@ -18,7 +18,7 @@ from quire_engine.contract.decodes import BatchInColumns
 from quire_engine.contract.errors import InfeasibleRequest
 from quire_engine.contract.token_columns import Stream
 from quire_engine.contract.types import TokenOutput
-from quire_engine.scheduling.decode_columns import FEWEST
+from quire_engine.scheduling.running_decodes import FEWEST
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import Speculation
 from quire_lab.simulation.guessing import SimulatedDrafter, drawn
@@ -131,10 +131,10 @@ class Simulation:
         batch, ended = self._in_flight.popleft()
         self._now = max(self._now, ended)
         # Where none is left waiting, leaps are likely, which take each decode by itself.
-        self._scheduler.open_columns(bool(self._scheduler.roster.waiting))
+        self._scheduler.gather_decodes(bool(self._scheduler.roster.waiting))
         decoded = self._rows.tokens(batch.decodes) if isinstance(batch, BatchInColumns) else None
         result = StepResult(samples=self._sampled(batch), decoded=decoded)
-        outputs = self._scheduler.apply_columns(batch, result, self._now)
+        outputs = self._scheduler.apply_result(batch, result, self._now)
         if not outputs.streams:
             for output in outputs.others:
                 self._take(output)
@@ -229,7 +229,7 @@ class Simulation:
         if taken is None:
             taken = scheduler.skip_chunks(self._now, due, num_left=self._num_left, seconds=cost.chunk_seconds)
         if taken is None:
-            self._leap_from = self.outcome.steps + (_PAUSE if scheduler.num_in_columns else 0)
+            self._leap_from = self.outcome.steps + (_PAUSE if scheduler.num_rows else 0)
             return False
         outcome, gaps = self.outcome, self.outcome.gaps
         count, running = len(taken.ends), len(taken.request_ids)

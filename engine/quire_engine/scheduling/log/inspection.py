@@ -16,14 +16,13 @@ from quire_engine.contract.invariants import InvariantViolation
 from quire_engine.contract.limits import SchedulerConfig
 from quire_engine.contract.types import WAIT_REASONS, EngineStats, WaitReason
 from quire_engine.scheduling.cached_blocks import CachedBlocks
-from quire_engine.scheduling.decode_columns import DecodeColumns
-from quire_engine.scheduling.log.fragmentation import unused_slots
 from quire_engine.scheduling.log.pool_view import pool_view
 from quire_engine.scheduling.log.step_log import Event, Step, StepLog
 from quire_engine.scheduling.log.step_records import FORMAT, RequestEvent, StepRecord
 from quire_engine.scheduling.log.why_slow import explanation, summary
 from quire_engine.scheduling.planner import Planner
 from quire_engine.scheduling.roster import Roster
+from quire_engine.scheduling.running_decodes import RunningDecodes, unused_slots
 from quire_engine.scheduling.sequence import Group, Sequence
 from quire_engine.scheduling.speculation import Speculation
 from quire_engine.scheduling.step_prices import AppliedStep
@@ -268,7 +267,7 @@ def _table(sequence: Sequence, pos: object) -> dict[str, object]:
 def engine_stats(
     kv: CachedBlocks,
     roster: Roster,
-    columns: DecodeColumns,
+    decodes: RunningDecodes,
     planner: Planner,
     speculation: Speculation | None,
     *,
@@ -284,7 +283,6 @@ def engine_stats(
         waiting[group.wait_reason] += len(group.sequences)
     admission = planner.admission
     used = kv.num_used
-    others = [sequence for group in columns.layout(roster.running).behind for sequence in group.sequences]
     has_adapters = any(roster.adapters.in_use)
     return EngineStats(
         running=roster.num_running,
@@ -299,7 +297,7 @@ def engine_stats(
         blocks_unshared=used - kv.num_shared,
         blocks_saved=kv.num_saved,
         slots_allocated=used * kv.block_size,
-        slots_unused=columns.num_unused_slots(roster.running) + sum(unused_slots(others, kv.block_size)),
+        slots_unused=decodes.num_unused_slots,
         prefill_tokens=last.prompt_tokens,
         decode_tokens=last.num_decodes,
         step_rows=last.num_rows,

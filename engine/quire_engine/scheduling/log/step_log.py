@@ -334,7 +334,7 @@ class StepLog:
         self._newly_waiting.clear()
 
     def _note_chunks(self, step: Step, batch: Batch) -> None:
-        for item in batch.others:  # no row of the columns is a prompt's
+        for item in batch.others:  # no row is a prompt's
             life = self._life_of[item.sequence_id]
             # A slice that ends with PENDING is a decode that was planned ahead.
             if life.is_computing_prompt and item.token_ids[-1] != PENDING:

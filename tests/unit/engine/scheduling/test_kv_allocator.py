@@ -7,7 +7,7 @@ import pytest
 from quire_engine.contract.invariants import InvariantViolation
 from quire_engine.scheduling.blocks import NO_MATCH, PageTable, SequenceKV
 from quire_engine.scheduling.kv_allocator import KVAllocator
-from quire_engine.scheduling.log.fragmentation import unused_slots
+from quire_engine.scheduling.running_decodes import unused_slots
 from quire_engine.scheduling.sequence import Group, Sequence
 from support.fake_executor import request
 
