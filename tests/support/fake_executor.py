@@ -236,7 +236,7 @@ class FakeExecutor:
         return chain
 
     def _slots_of(self, item: ScheduledSequence, position: int) -> list[tuple[int, int]]:
-        """The position's slot in each group of layers."""
+        """Return the position's slot in each group of layers."""
         index, offset = divmod(position, self._block_size)
         return [(blocks[index], offset) for blocks in (item.block_ids, *item.other_block_ids)]
 
@@ -249,13 +249,23 @@ class FakeExecutor:
                 self.slots[slot] = _content(chain[position + 1], group)
 
     def _read(self, item: ScheduledSequence) -> None:
+        """Compare whole lists, since every step reads all that its sequences have."""
         chain = self._chain(item)
-        for position in range(item.end):
-            slots = self._slots_of(item, position)
-            for group, (slot, window) in enumerate(zip(slots, self._windows, strict=True)):
-                is_seen = window is None or position > item.start - window
-                if is_seen and self.slots.get(slot) != _content(chain[position + 1], group):
-                    raise CorruptKV(f"sequence {item.sequence_id}, position {position} of {item.end}, group {group}")
+        tables = (item.block_ids, *item.other_block_ids)
+        for group, (blocks, window) in enumerate(zip(tables, self._windows, strict=True)):
+            first = 0 if window is None else max(0, item.start - window + 1)
+            skipped = first // self._block_size
+            seen = blocks[skipped : -(-item.end // self._block_size)]
+            slots = [(block, offset) for block in seen for offset in range(self._block_size)]
+            begin = skipped * self._block_size
+            held = list(map(self.slots.get, slots[first - begin : item.end - begin]))
+            wanted = chain[first + 1 : item.end + 1]
+            if group:
+                wanted = [_content(each, group) for each in wanted]
+            if held != wanted:
+                same = [one == other for one, other in zip(held, wanted, strict=False)]
+                position = first + (same.index(False) if False in same else len(same))
+                raise CorruptKV(f"sequence {item.sequence_id}, position {position} of {item.end}, group {group}")
 
 
 def _content(chain: int, group: int) -> int:
