@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import fields
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from quire_server.http.listener import Listening
+    from quire_server.settings import Settings
     from quire_server.state import ServerState
     from quire_server.text.prompt import ChatTemplate
     from quire_server.text.tokenizer import TextTokenizer
@@ -38,6 +40,26 @@ def _chat_template(tokenizer: TextTokenizer) -> ChatTemplate:
     from quire_server.text.prompt import ChatTemplate
 
     return ChatTemplate(CHAT_TEMPLATE, tokenizer)
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _kept_settings(_environment: tuple[tuple[str, str], ...], *options: tuple[str, object]) -> Settings:
+    from quire_server.settings import Settings
+
+    return Settings(**dict(options))
+
+
+def _make_settings(options: dict[str, object]) -> Settings:
+    """Validate once what many tests ask for: it takes longer than a request. What files say is read each time."""
+    from quire_server.settings import Settings
+
+    if "tenants" in options or "@" in repr(options):
+        return Settings(**options)
+    own = tuple(each for each in sorted(os.environ.items()) if each[0].startswith("QUIRE_"))
+    try:
+        return _kept_settings(own, *sorted(options.items())).model_copy()
+    except TypeError:  # a list or a dictionary among them
+        return Settings(**options)
 
 
 def make_plan(*, max_model_len: int = 512, max_num_seqs: int = 64) -> EnginePlan:
@@ -78,7 +100,7 @@ def make_state(
     from quire_server.http.credentials import Credentials
     from quire_server.metrics.metrics import Metrics
     from quire_server.metrics.usage import UsageBook
-    from quire_server.settings import ServerLimits, Settings
+    from quire_server.settings import ServerLimits
     from quire_server.state import ServerState, tenants_of
     from quire_server.text.pooling_method import pooling_method
 
@@ -87,7 +109,7 @@ def make_state(
     plan = make_plan(max_model_len=max_model_len)
     tokenizer = load_tokenizer()
     limits = {each.name: settings.pop(each.name) for each in fields(ServerLimits) if each.name in settings}
-    options = Settings(**settings)
+    options = _make_settings(settings)
     tenants = tenants_of(options, options.tenant_list)
     metrics = Metrics(
         model_names[0],
