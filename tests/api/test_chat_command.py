@@ -78,6 +78,7 @@ async def test_what_cannot_be_answered_is_one_line_and_the_message_is_taken_back
     assert said == f"quire chat: nothing listens at {server.address}; start one: quire serve\n"
 
 
+@pytest.mark.matrix  # keys of clients are tried in test_auth.py
 async def test_a_key_is_asked_for_and_sent() -> None:
     async with listening(make_app(engine=FakeEngine(replies=hello), api_key=("me=abcdefghijklmnop", "q"))) as server:
         code, _, said = await chat(server.address, "hi")

@@ -240,6 +240,7 @@ async def test_requests_on_one_connection_are_answered_in_order(monkeypatch: pyt
         assert b" 200 " in await server.ask(post("/v1/completions"))
 
 
+@pytest.mark.matrix  # as in test_slow_readers.py
 async def test_a_client_that_does_not_read_is_not_written_to_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async with full(monkeypatch) as server:
         sent, answered = 20_000, -1

@@ -15,6 +15,7 @@ import pytest
 
 from api.test_disconnect import until
 from quire_server.http import connection
+from support.covering import few
 from support.fake_engine import FakeEngine
 from support.fakes import listening, make_app, make_state
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.anyio
 STEP = 0.02
 
 
-@pytest.fixture(params=["asyncio", "uvloop"])
+@pytest.fixture(params=few(["asyncio", "uvloop"], "uvloop"))
 def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
     if request.param == "uvloop" and find_spec("uvloop") is None:
         pytest.skip("uvloop is not installed")

@@ -162,6 +162,7 @@ async def test_a_client_that_does_not_read_is_dropped() -> None:
         writer.close()
 
 
+@pytest.mark.matrix  # as in test_slow_readers.py
 async def test_a_slow_but_living_reader_is_not_dropped() -> None:
     app = make_app(client_write_timeout=0.5)
     size = 8 << 20

@@ -115,6 +115,7 @@ async def test_who_takes_nothing_is_cut_off_in_time() -> None:
         assert state.client.in_flight == 0
 
 
+@pytest.mark.matrix  # waits for whole windows
 async def test_too_little_in_a_window_is_too_little() -> None:
     """A busy machine only makes this client slower; how much is enough is for the tests of WriteClock."""
     engine = FakeEngine()

@@ -151,6 +151,7 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.M
             check_collector(signal, "http://localhost:4318")
 
 
+@pytest.mark.matrix  # starts a Python of its own
 def test_nothing_of_it_is_loaded_unless_it_is_wanted() -> None:
     for module in ("quire_server.app", "quire_server.programs.launch"):
         assert "opentelemetry" not in {name.split(".")[0] for name in reachable(module)}

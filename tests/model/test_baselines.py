@@ -22,6 +22,7 @@ from quire_engine.contract.types import GenerationRequest, SamplingParams, StopP
 from quire_engine.tools.baselines import hf_generate, static
 from quire_engine.tools.baselines.batches import Member
 from support.checkpoints import shared_checkpoint
+from support.covering import few
 from support.model_steps import random_ids
 from support.offline import generate
 
@@ -115,7 +116,7 @@ def measured(name: str, jobs: list[Job], **changes):
     return asyncio.run(go())
 
 
-@pytest.mark.parametrize("name", list(BASELINES))
+@pytest.mark.parametrize("name", few(BASELINES, "static"))
 def test_as_a_process(name: str):
     jobs = [Job(prompt=[7, 8, 9 + i], output_tokens=2 + i) for i in range(5)]
     measures = measured(name, jobs)

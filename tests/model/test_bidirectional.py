@@ -14,6 +14,7 @@ from quire_engine.contract.errors import ConfigError, InfeasibleRequest, NotNati
 from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.scheduling.gate import check_request
+from support.covering import few
 from support.embedding_gemma import PROMPTS, WINDOW, EmbeddingGemma
 from support.limits import engine_config
 from support.model_steps import Model, random_ids
@@ -64,7 +65,7 @@ def test_vectors_are_transformers_own_and_the_same_alone_and_in_company(tmp_path
             assert embedding(reply, i) == pytest.approx(gemma.vector(prompt + text).tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"}], ids=str)
+@pytest.mark.parametrize("settings", few([{}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"}], {}), ids=str)
 def test_the_c_kernels_compute_it_in_bfloat16(settings: dict[str, Any], tmp_path: Path) -> None:
     gemma = EmbeddingGemma(tmp_path, "bfloat16")
     asked: list[tuple[str, dict[str, Any]]] = [("/v1/embeddings", {"input": TEXTS})]

@@ -210,7 +210,7 @@ def test_prefix_hit_equals_solo(model, device, expected):
     ("model", "device"),
     [*((model, "cpu") for model in ("qwen3", *CPP)), pytest.param("qwen3", "cuda", marks=pytest.mark.gpu)],
 )
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("caching", [pytest.param(False, marks=pytest.mark.matrix), True])
 def test_preempted_equals_solo(caching, model, device, expected):
     """A pool for 1.2 of the largest requests."""
     requests, results = expected(model, device)

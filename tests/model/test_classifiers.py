@@ -18,6 +18,7 @@ from quire_engine.contract.types import GenerationRequest, SamplingParams, StopP
 from quire_engine.scheduling.gate import check_request
 from quire_server.text.scoring_method import question
 from support.checkpoints import FAMILIES, make_checkpoint, make_model
+from support.covering import few
 from support.limits import engine_config
 from support.served_answers import served_answers
 
@@ -36,7 +37,7 @@ def logits_of(model: Any, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids])).logits[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES, "qwen3"))
 def test_the_classes_of_texts_are_transformers_own(family: str, tmp_path: Path) -> None:
     shape = {"num_labels": 3, "id2label": {0: "bad", 1: "fair", 2: "good"}}
     path = make_checkpoint(tmp_path, family, kind="ForSequenceClassification", **shape)
@@ -57,7 +58,7 @@ def test_the_classes_of_texts_are_transformers_own(family: str, tmp_path: Path) 
     assert probs["usage"]["prompt_tokens"] == sum(len(ids_of(path, text)) for text in TEXTS)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], "float32"))
 def test_a_classifier_of_one_class_ranks_documents(dtype: str, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, kind="ForSequenceClassification", dtype=dtype, num_labels=1)
     model = make_model("qwen3", kind="ForSequenceClassification", num_labels=1)
@@ -96,7 +97,7 @@ def test_the_answer_yes_or_no_scores_a_pair(tmp_path: Path) -> None:
     assert cut["usage"]["prompt_tokens"] <= 450
 
 
-@pytest.mark.parametrize("kind", ["ForCausalLM", "Model"])
+@pytest.mark.parametrize("kind", few(["ForCausalLM", "Model"], "ForCausalLM"))
 def test_vectors_pass_through_the_modules_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, kind="Model")  # its tensors have no prefix, and there is no head
     config = json.loads((path / "config.json").read_text())

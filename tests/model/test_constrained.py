@@ -282,6 +282,7 @@ def shared_engine() -> BuiltEngine:
     return engine()
 
 
+@pytest.mark.matrix  # as does `make schema-test`; outputs within grammars stay
 @settings(max_examples=40, deadline=None)
 @given(schema=_SCHEMAS, regex=_REGEXES, seed=st.integers(0, 1 << 30))
 def test_whatever_is_finished_is_accepted_by_a_matcher_that_has_seen_nothing(schema, regex, seed):

@@ -12,6 +12,7 @@ from quire_engine.execution.executor import Executor
 from quire_engine.execution.runner import Runner
 from support.both_runners import NAN, Both, check, models
 from support.columns import Columns, flat
+from support.covering import few
 from support.model_steps import random_ids
 
 
@@ -33,7 +34,7 @@ def told(both: Both) -> None:
     both.story.run()
 
 
-@pytest.mark.parametrize("mixed_rows", [0, 512])
+@pytest.mark.parametrize("mixed_rows", few([0, 512], 512))
 def test_both_runners_compute_columns_as_they_compute_slices(mixed_rows: int) -> None:
     both = Both(mixed_rows=mixed_rows)
     told(both)

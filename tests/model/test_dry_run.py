@@ -79,6 +79,7 @@ def test_the_plan_is_printed():
     assert "estimated" in result.stdout
 
 
+@pytest.mark.matrix  # as the plan is printed
 def test_what_quantisation_costs_is_part_of_it():
     result = dry_run(str(shared_checkpoint()), "--dtype", "bfloat16", "--quantization", "int4", "--kv-memory", "1MiB")
     assert "not measured: run quire eval-quant" in result.stdout
@@ -121,6 +122,7 @@ def test_a_model_that_cannot_be_read_is_one_line_and_exit_code_1(tmp_path: Path)
     assert_one_line(dry_run(str(tmp_path / "nowhere")), 1, "no such directory")
 
 
+@pytest.mark.matrix  # as what cannot be read
 def test_what_a_start_refuses_is_refused():
     assert_one_line(
         dry_run(str(shared_checkpoint()), "--set", "kernels=reference", "--chat-template", "x"), 2, "none of that name"

@@ -33,6 +33,7 @@ def answers(model: Path, packed: Path) -> list[tuple[list[int], str]]:
         return [(list(each.outputs[0].token_ids), each.outputs[0].text) for each in results]
 
 
+@pytest.mark.matrix  # the commands below take the same file
 def test_the_offline_api_gives_the_answers_of_the_embedded_model(demo: Path, tmp_path: Path) -> None:
     assert answers(demo, tmp_path) == answers(demo_model_path(), tmp_path)
     assert answers(demo, tmp_path) == answers(demo_model_path(), tmp_path)  # from packed weights

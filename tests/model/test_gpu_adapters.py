@@ -33,6 +33,7 @@ from quire_kernels.adapter_places import AdapterPlaces
 from quire_kernels.reference import REFERENCE
 from support.adapters import write_adapter
 from support.checkpoints import shared_checkpoint
+from support.covering import few
 from support.limits import PLAIN_POLICIES
 from support.model_steps import CPU, random_ids
 from support.offline import generate
@@ -143,8 +144,8 @@ def on_a_gpu(
     )
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("max_loras", [4, 2])
+@pytest.mark.parametrize("ahead", few([True, False], True))
+@pytest.mark.parametrize("max_loras", few([4, 2], 2))
 def test_clients_see_the_same(monkeypatch, ahead: bool, max_loras: int, bound) -> None:
     """With places for all adapters, and with two that change hands while steps are in flight."""
     config = asked(max_loras)

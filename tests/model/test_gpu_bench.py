@@ -41,6 +41,7 @@ LIMITS = Limits(
 )
 
 
+@pytest.mark.matrix  # a quarter of a minute; a part that fails is tried beside it
 def test_the_whole_flow(tmp_path, capsys):
     out = tmp_path / "folder" / "results.json"
     assert gpu_bench.main(["--device", "cpu", "--out", str(out), "--parts", QUICK]) == 0
@@ -115,6 +116,7 @@ def test_the_static_decode_computes_the_same_tokens(tiny):
     assert seconds > 0
 
 
+@pytest.mark.matrix  # tests/api/test_bench.py has the benchmark
 def test_streams_over_http_are_measured_by_our_own_benchmark(tmp_path):
     sizes = replace(parts.ON_CPU, streams=(1, 2), api_servers=(1,))
     bench = parts.Bench(device="cpu", kernels="auto", sizes=sizes, limits=LIMITS, folder=tmp_path, tell=lambda _: None)

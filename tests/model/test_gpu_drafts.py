@@ -19,6 +19,7 @@ from quire_engine.execution.drafting.row_costs import measured_rows
 from quire_engine.execution.gpu.graphs import Bucket
 from quire_engine.execution.gpu.runner import GpuRunner
 from quire_engine.scheduling.speculation import Speculation, Waiting
+from support.covering import few
 from support.offline import generate
 
 CHEAP = dict.fromkeys((1, 64), 0.001)
@@ -79,7 +80,7 @@ def speculating(kind: str, *, ahead: bool) -> Callable[..., Speculation]:
 
 
 # By turns they are right, wrong, outside the vocabulary and none.
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("ahead", few([True, False], True))
 @pytest.mark.parametrize(
     "kind", ["any", *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("right", "wrong"))]
 )

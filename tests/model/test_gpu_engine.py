@@ -145,7 +145,7 @@ def _check_equal(found: dict[tuple[str, int], Generated], expected: dict[tuple[s
         assert result == expected[key], f"{key[0]}, choice {key[1]}"
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.matrix), *DEVICES[1:]])
 def test_preempted_and_cached_requests_have_their_own_bits(device):
     """In a pool that is too small for all, twice, so that the second time much comes from the prefix cache."""
     requests = _requests(17, tokens=60)

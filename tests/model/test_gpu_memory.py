@@ -9,6 +9,7 @@ import torch
 
 from quire_engine.execution.gpu import graphs
 from support.both_runners import LIMITS, Both
+from support.covering import few
 from support.model_steps import random_ids
 from support.step_stories import ahead
 
@@ -36,7 +37,7 @@ class Crowded:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", few([False, True], True))
 def test_a_step_that_is_too_large_is_computed_in_parts(late, caplog):
     both = Both(seed=31, wrap=lambda decoder: Crowded(decoder, most=1, late=late))
     for i in range(3):

@@ -144,6 +144,7 @@ def test_a_rank_that_leaves_a_step_ends_all(caplog):
         run(story_of(told), 2, mixed_rows=0, wrap=Fails)
 
 
+@pytest.mark.matrix  # in `make rank-test`
 @pytest.mark.parametrize("bad", [pytest.param(10**4, marks=pytest.mark.matrix), -7])
 def test_who_fails_before_the_device_is_told_fails_alone(bad):
     def tell(story: Story) -> None:

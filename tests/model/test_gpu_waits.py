@@ -68,10 +68,10 @@ def planted(monkeypatch: pytest.MonkeyPatch, plant: Callable[[torch.Tensor], obj
     "plant",
     [
         lambda logits: logits[0, 0].item(),
-        lambda logits: bool((logits > 0).any()),
-        lambda logits: logits[0].tolist(),
+        pytest.param(lambda logits: bool((logits > 0).any()), marks=pytest.mark.matrix),
+        pytest.param(lambda logits: logits[0].tolist(), marks=pytest.mark.matrix),
         lambda logits: logits.cpu(),
-        lambda logits: logits.nonzero(),
+        pytest.param(lambda logits: logits.nonzero(), marks=pytest.mark.matrix),
         lambda logits: logits[logits > 1e9],
     ],
     ids=["item", "bool", "tolist", "cpu", "nonzero", "mask"],

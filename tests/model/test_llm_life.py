@@ -154,6 +154,7 @@ def test_close_ends_the_engine_and_its_thread() -> None:
         made.generate("a", GREEDY)
 
 
+@pytest.mark.matrix  # close() alone is tried beside it
 def test_close_from_another_thread_ends_a_call() -> None:
     made = LLM(str(shared_checkpoint("llama")), **SETTINGS)
     thread = soon(made.close, made)
@@ -183,6 +184,7 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(tmp_path) -> No
     assert {thread for thread in threading.enumerate() if thread.name == "quire"} == threads
 
 
+@pytest.mark.matrix  # what those are: test_generation_defaults.py in tests/api
 def test_calls_without_parameters_take_the_models_own(tmp_path) -> None:
     source = shared_checkpoint("llama")
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.checkpoints import shared_checkpoint
+from support.covering import few
 from support.processes import lives
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -75,6 +76,7 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     assert "Processed prompts" in done.stderr
 
 
+@pytest.mark.matrix  # the README's script runs, too
 def test_a_script_for_vllm_needs_another_import_and_a_directory(tmp_path: Path) -> None:
     script = FOR_VLLM.replace("from vllm import", "from quire import")
     (tmp_path / "meta-llama").mkdir()
@@ -94,11 +96,11 @@ def test_a_script_for_vllm_needs_another_import_and_a_directory(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("ending", "code", "said"),
     [
-        ("", 0, ""),
+        pytest.param("", 0, "", marks=pytest.mark.matrix),
         pytest.param("sys.exit(3)", 3, "", marks=pytest.mark.matrix),  # as its end and an error, with another code
-        ("llm.close()", 0, ""),
+        pytest.param("llm.close()", 0, "", marks=pytest.mark.matrix),
         ("threading.Thread(target=lambda: llm.generate('Once', params, use_tqdm=False)).start()", 0, ""),
-        (FORK, 0, ""),
+        pytest.param(FORK, 0, "", marks=pytest.mark.matrix),
         ("raise ValueError('of the script')", 1, "ValueError: of the script"),
     ],
     ids=["its end", "exit", "close", "a thread at work", "a fork", "an error"],
@@ -114,7 +116,7 @@ def test_a_script_leaves_no_engine(tmp_path: Path, ending: str, code: int, said:
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.matrix), signal.SIGKILL],  # neither is caught
+    few([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], signal.SIGKILL),  # neither is caught
     ids=lambda number: number.name,
 )
 def test_a_script_ended_by_a_signal_leaves_no_engine(tmp_path: Path, number: signal.Signals) -> None:

@@ -83,6 +83,7 @@ def test_none_is_said() -> None:
         assert llm.generate("a", SamplingParams(max_tokens=1), use_tqdm=False)
 
 
+@pytest.mark.matrix  # as a crash in test_llm_life.py
 def test_an_engine_that_is_killed_is_a_pause() -> None:
     with LLM(str(shared_checkpoint("llama")), pooling="mean", **{**SETTINGS, "max_num_seqs": 4}) as llm:
         prompts = [[60 + i % 50] * (100 + i % 90) for i in range(400)]

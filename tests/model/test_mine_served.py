@@ -40,6 +40,7 @@ def test_every_scheduler_gets_the_tokens_of_a_request_alone():
     assert min(one.model_seconds for one in (ours, plain, static)) > 0.0
 
 
+@pytest.mark.matrix  # what is in them is tried beside it
 def test_the_tables_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("quire_lab.mine.command.serving_load", lambda: LOAD)
     assert run(["--mine", str(STUDENTS / "reserving.py")]) == 0

@@ -67,6 +67,7 @@ def test_the_loop_of_ones_own_gives_the_engines_tokens(monkeypatch: pytest.Monke
     assert len(names["free"]) == names["NUM_BLOCKS"], "every block is free again"  # type: ignore[arg-type]
 
 
+@pytest.mark.matrix  # the same loop runs beside it
 def test_the_loop_runs_as_a_script():
     done = subprocess.run(
         [sys.executable, str(LOOP)], capture_output=True, text=True, env=OURS, check=True, timeout=100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import shutil
 import threading
@@ -23,6 +24,7 @@ from quire_engine.execution import loading
 from quire_engine.execution.packed.image import is_sealed, new_memory
 from quire_kernels.kernel_set import AttentionShape, ExpertMatrices, Norm, Routing
 from support.checkpoints import shared_checkpoint
+from support.covering import few
 from support.limits import engine_config
 from support.offline import generate
 from support.quantised import FORMS, make_quantised
@@ -119,7 +121,7 @@ def wait_for_file(folder: Path) -> Path:
 
 
 # With what is added for the choice in float32; with a router of float32; with scales of experts, beside an MLP.
-@pytest.mark.parametrize("family", ["glm4_moe", "ernie4_5_moe", "gemma4_moe"])
+@pytest.mark.parametrize("family", few(["glm4_moe", "ernie4_5_moe", "gemma4_moe"], "gemma4_moe"))
 def test_what_rows_choose_by_is_kept(family, tmp_path, fd):
     path, folder = shared_checkpoint(family), tmp_path / "packed"
     plain, _ = started(path, None)
@@ -134,7 +136,7 @@ def test_what_rows_choose_by_is_kept(family, tmp_path, fd):
     assert tokens(mapped) == tokens(plain)
 
 
-@pytest.mark.parametrize("form", ["awq", "W8A16", "fp8 by row"])
+@pytest.mark.parametrize("form", few(["awq", "W8A16", "fp8 by row"], "awq"))
 def test_what_others_quantised_stays_so_on_each_way(form, tmp_path, fd):
     path, _ = make_quantised(tmp_path, FORMS[form], "qwen2")
     folder = tmp_path / "packed"
@@ -156,9 +158,14 @@ def test_what_others_quantised_stays_so_on_each_way(form, tmp_path, fd):
     assert tokens(requantised)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])  # with biases; with norms of heads; with experts
-@pytest.mark.parametrize("tied", [True, False])
+# With biases; with norms of heads; with experts.
+@pytest.mark.parametrize(
+    ("family", "kind", "tied"),
+    few(
+        itertools.product(("qwen2", "qwen3", "qwen3_moe"), KINDS, (True, False)),
+        *(("qwen2", "int8", True), ("qwen3", None, False), ("qwen3", "int4", True), ("qwen3_moe", "int4", False)),
+    ),
+)
 def test_each_way_into_memory_gives_the_same(family, kind, tied, tmp_path, fd):
     path, folder = shared_checkpoint(family, tie_word_embeddings=tied), tmp_path / "packed"
     plain, words = started(path, None, quantization=kind)

@@ -11,6 +11,7 @@ from quire_engine.contract.types import NON_FINITE, GenerationRequest, SamplingP
 from quire_engine.execution.finishing import MOST_POOLED, pooled_columns
 from support.both_runners import NAN, Both
 from support.checkpoints import VOCAB_SIZE, make_model, shared_checkpoint
+from support.covering import few
 from support.limits import engine_config
 from support.model_steps import random_ids
 from support.offline import generate
@@ -97,7 +98,7 @@ def test_the_vectors_are_the_reference_s(family):
             assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-4), f"{name} of {len(ids)} tokens"
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", few(MODELS, *list(MODELS)[::2]))
 def test_batched_and_cut_into_chunks_beside_streams_equals_solo(model, solo):
     built = engine(model, prefill_chunk=16, max_num_batched_tokens=64, max_num_seqs=16, min_chunk=7)
     found = vectors(built, [*wanted(), *streams()])

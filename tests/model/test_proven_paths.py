@@ -71,6 +71,7 @@ def test_each_fault_of_each_path_is_that_paths_problem_alone(tmp_path):
             assert not any(text for _, text in others), "they are shown"
 
 
+@pytest.mark.matrix  # faults of each path are found beside it
 def test_a_start_serves_the_plain_bits_and_the_next_one_asks_nothing(tmp_path):
     faults = {
         FP8_CACHE: "wrong",

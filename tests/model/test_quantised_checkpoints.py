@@ -19,6 +19,7 @@ from quire_engine.execution.models.weights import take_text
 from quire_engine.memory_plan import plan_text
 from quire_kernels.cpu.ops import cpu_kernel_set
 from quire_kernels.kernel_set import KernelSet, LinearAdd, MixExperts, NormGateUp, NormLinear
+from support.covering import few
 from support.fallback_steps import FallbackSteps
 from support.limits import engine_config
 from support.model_steps import Model, random_ids
@@ -104,7 +105,7 @@ def test_fused_matrices_stay_too(tmp_path: Path) -> None:
     assert (got - truth).norm() < 0.02 * truth.norm()
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", few(["int8", "int4"], "int4"))
 def test_a_server_answers_as_with_the_numbers_in_the_clear(quantization: str, tmp_path: Path) -> None:
     asked = [("/v1/completions", {"prompt": "Once upon", "max_tokens": 12, "temperature": 0, "logprobs": 3, "seed": 1})]
     replies = []

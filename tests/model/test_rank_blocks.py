@@ -67,7 +67,12 @@ class Ranks(Side):
 
 # Prefixes in files, above, are those of one, two and four ranks.
 @pytest.mark.parametrize(
-    ("model", "sizes"), [("bf16", (2, 1)), ("bf16", (1, 2)), pytest.param("int8-kv", (2, 4), marks=pytest.mark.matrix)]
+    ("model", "sizes"),
+    [
+        ("bf16", (2, 1)),
+        pytest.param("bf16", (1, 2), marks=pytest.mark.matrix),
+        pytest.param("int8-kv", (2, 4), marks=pytest.mark.matrix),
+    ],
 )
 def test_ranks_fetch_the_blocks_of_other_ranks(model: str, sizes: tuple[int, int]) -> None:
     """Of another number of them too; four have each of two heads twice."""

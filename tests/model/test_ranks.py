@@ -26,7 +26,7 @@ from support.offline import generate
 
 SETTINGS = {"device": "cpu", "kernels": "cpu", "max_num_seqs": 48, "kv_memory": 16 << 20, "packed_cache": False}
 # The first ones differ in how they are divided; `make rank-test` takes all.
-USUAL = [("experts-int4", 2), ("int8-kv", 4)]
+USUAL = [("experts-int4", 2)]
 ONE_HEAD = ("experts-int4", 4)  # its rows are normed over all heads, and a rank would have one: it is refused
 DIVIDED = [
     pytest.param(model, size, marks=[] if (model, size) in USUAL else pytest.mark.matrix)

@@ -28,6 +28,7 @@ from quire_engine.scheduling.speculation import Speculate
 from quire_kernels.reference import REFERENCE
 from quire_kernels.reference.linear import SHARE, TILE, Linear, project
 from support.checkpoints import shared_checkpoint
+from support.covering import few
 from support.limits import PLAIN_POLICIES
 from support.model_steps import CPU, random_ids
 from support.offline import Generated, generate
@@ -152,7 +153,7 @@ def test_clients_see_the_same(monkeypatch, ahead):
     assert device.replays > 10
 
 
-@pytest.mark.parametrize(("ahead", "eager"), [(True, True), (True, False)])
+@pytest.mark.parametrize(("ahead", "eager"), few([(True, True), (True, False)], (True, False)))
 def test_clients_see_the_same_when_requests_are_swapped(monkeypatch, ahead, eager):
     """Their blocks leave and come back in a lane of the device, which runs as late as it may or as early as it can."""
     built, right = host()
@@ -179,7 +180,7 @@ def plain_requests() -> list[GenerationRequest]:
     ]
 
 
-@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.matrix), None])
+@pytest.mark.parametrize("ahead", few([True, False, None], True))
 def test_clients_see_the_same_with_decodes_in_columns(monkeypatch, ahead):
     """On a GPU, one step ahead or not, and on a CPU, beside requests that no column takes."""
     wanted = [each for pair in zip(plain_requests(), requests(), strict=False) for each in pair]

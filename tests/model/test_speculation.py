@@ -28,6 +28,7 @@ from quire_engine.memory_plan import plan_text
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.speculation import RowCosts, Speculation
 from support.checkpoints import make_checkpoint, shared_checkpoint
+from support.covering import few
 from support.limits import engine_config
 from support.offline import Generated, generate
 
@@ -143,7 +144,7 @@ def without() -> Results:
 SIZES_OF_POOLS = [pytest.param(400, marks=pytest.mark.matrix), 40]
 
 
-@pytest.mark.parametrize("kind", ["suffix", "right", "wrong", "random", "outside"])
+@pytest.mark.parametrize("kind", few(["suffix", "right", "wrong", "random", "outside"], "suffix", "wrong"))
 @pytest.mark.parametrize("blocks", SIZES_OF_POOLS)
 def test_drafts_change_nothing(kind: str, blocks: int, without: Results) -> None:
     drafter: Drafter = SuffixDrafter() if kind == "suffix" else Script(kind, known(without))
@@ -200,7 +201,7 @@ def test_the_log_counts_no_draft_as_a_token_of_a_prompt(without: Results) -> Non
     assert counted[0] >= counted[1] >= sum(len(wanted.prompt_token_ids) for wanted in requests(8))
 
 
-@pytest.mark.parametrize("number", range(len(RULES)))
+@pytest.mark.parametrize("number", few(range(len(RULES)), 0, 1, 2))
 def test_right_drafts_take_fewer_steps(number: int, without: Results) -> None:
     alone = [wanted for wanted in requests() if wanted.request_id == f"r{number}"]
     steps = []
@@ -240,7 +241,7 @@ def unhurried(built: BuiltEngine) -> Speculation:
 
 
 @pytest.mark.parametrize("blocks", SIZES_OF_POOLS)
-@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.matrix), "int4"])
+@pytest.mark.parametrize("quantization", few([None, "int8", "int4"], None))
 def test_a_draft_model_changes_nothing_and_the_same_model_is_right(
     quantization: str | None, blocks: int, without: Results
 ) -> None:
@@ -295,7 +296,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", few(FAMILIES, *list(FAMILIES)[:2]))
 def test_draft_models_of_every_kind_change_nothing(name: str) -> None:
     family, other, changes = FAMILIES[name]
     asked = engine_config(

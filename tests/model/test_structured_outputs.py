@@ -45,6 +45,7 @@ def judge(llm: LLM, names: list[str], seed: int) -> Counter[str]:
     return outcomes
 
 
+@pytest.mark.matrix  # `make schema-test` has 500
 def test_outputs_at_temperature_1_are_valid(llm: LLM):
     outcomes = judge(llm, KEPT[::5], seed=0)
     assert outcomes["valid"] >= LEAST_WHOLE * outcomes.total(), outcomes

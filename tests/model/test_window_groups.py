@@ -30,6 +30,7 @@ from quire_engine.execution.kv.pool_rows import block_rows
 from quire_engine.scheduling import blocks as scheduling_blocks
 from quire_engine.scheduling import prefix_cache
 from support.checkpoints import ALL_FAMILIES, make_checkpoint
+from support.covering import few
 from support.model_steps import random_ids
 from support.offline import generate
 from sweep.__main__ import save_random, tiny
@@ -113,7 +114,13 @@ def poisoned(
     return built, spoil
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, "auto") for name in MODELS), ("every layer", "float32")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *few(((name, "auto") for name in MODELS), ("one full layer of four", "auto"), ("heads of two widths", "auto")),
+        ("every layer", "float32"),
+    ],
+)
 def test_the_tokens_are_those_of_one_group_of_layers(name: str, dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint(name)
     grouped, spoil = poisoned(path, 400, monkeypatch, dtype)

@@ -33,6 +33,12 @@ def enumerate_pairs(row: Row) -> Iterable[tuple[int, int, int, int]]:
     return ((i, a, j, b) for (i, a), (j, b) in combinations(enumerate(row), 2))
 
 
+def few(values: Iterable[object], *kept: object) -> list[object]:
+    """Return the values as parameters, of which all but those kept are left to longer runs."""
+    rows = ((value, value if isinstance(value, tuple) else (value,)) for value in values)
+    return [value if value in kept else pytest.param(*row, marks=pytest.mark.matrix) for value, row in rows]
+
+
 def mark_all_others(items: Iterable[pytest.Item], mark: str, *, more_than: int) -> None:
     """Mark the rows of each test with more than two parameters, and more than so many rows, that may be left out."""
     tests: dict[str, list[pytest.Function]] = {}

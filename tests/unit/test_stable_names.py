@@ -52,6 +52,7 @@ def test_which_versions_a_promise_holds_for(first: str, second: str, is_same: bo
     assert (era(first) == era(second)) is is_same
 
 
+@pytest.mark.matrix  # in `make release`
 def test_the_program_records_and_checks(tmp_path, monkeypatch, capsys: pytest.CaptureFixture[str], now: Names) -> None:
     monkeypatch.setattr("support.stable_names.FOLDER", tmp_path)
     monkeypatch.setattr("support.stable_names.recorded", lambda: recorded(tmp_path))

@@ -128,6 +128,7 @@ def facts(**changes: object) -> Facts:
     return Facts(**(values | changes))
 
 
+@pytest.mark.matrix  # the corpus is that of `make hostile`
 @pytest.mark.anyio
 async def test_the_corpus_has_cases_of_every_kind_for_every_route() -> None:
     whole = facts()

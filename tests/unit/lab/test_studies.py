@@ -51,6 +51,7 @@ def test_published_numbers(name: str) -> None:
     assert len(checks) >= 2
 
 
+@pytest.mark.matrix  # a study, on what test_simulation.py has
 def test_v10_the_queue_of_one_slot_is_m_d_1() -> None:
     """In full by the study v10; here fewer requests, and each wait against Lindley's recursion."""
     (check,) = queue_of_one(10_000, loads=(0.5,))

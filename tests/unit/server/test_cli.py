@@ -152,6 +152,7 @@ def test_bad_usage():
     assert "did you mean QUIRE_PORT?" in assert_clean(quire("serve", QUIRE_PROT="3"), 2)
 
 
+@pytest.mark.matrix  # tests/model/test_dry_run.py
 def test_a_model_that_is_not_there(tmp_path: Path):
     assert "the file is missing" in assert_clean(quire("serve", "--port", "0", str(tmp_path)), 1)
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
@@ -168,6 +169,7 @@ def test_an_address_that_is_taken():
         assert "--port" in assert_clean(quire("serve", "--port", str(port)), 2)
 
 
+@pytest.mark.matrix  # tests/model/test_dry_run.py
 def test_dry_run_prints_the_plan():
     result = quire("serve", "--dry-run", "--kv-memory", "32MiB", "--max-num-seqs", "4")
     assert result.returncode == 0, result.stderr

@@ -9,6 +9,7 @@ import pytest
 from quire_engine.contract.limits import LeastShares, SchedulerConfig
 from quire_engine.contract.types import GenerationRequest
 from quire_engine.scheduling.shares import MAX_CLASS_PREEMPTIONS
+from support.covering import few
 from support.fake_executor import Run, new_run, produced_alone, request
 from support.limits import scheduler_config
 from support.simulated_tenants import Arrival, History, Machine, simulate
@@ -82,7 +83,7 @@ def overload(share: float) -> History:
     return simulate(config, [*chats, *work], until=60, machine=Machine(0.02, 0.0008, 0.001))
 
 
-@pytest.mark.parametrize("share", [0.2, 0.4])
+@pytest.mark.parametrize("share", few([0.2, 0.4], 0.4))
 def test_batch_work_gets_its_share_under_overload(share: float) -> None:
     history = overload(share)
     computed = {tenant: history.total(tenant, 10) for tenant in ("chat", "work")}

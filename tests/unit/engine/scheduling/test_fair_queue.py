@@ -74,6 +74,7 @@ def test_weights_are_shares() -> None:
     assert shares == pytest.approx([1, 2, 3, 4], rel=0.05)
 
 
+@pytest.mark.matrix  # weights are tried beside it
 def test_two_tenants_of_weights_1_and_2_with_a_short_queue() -> None:
     """As a server would have it: a bounded number of requests each, a new one for each that ends, prompts in chunks."""
     arrivals = [each for w in (1, 2) for each in poisson(4.0, str(w), until=60, weight=w)]
@@ -82,6 +83,7 @@ def test_two_tenants_of_weights_1_and_2_with_a_short_queue() -> None:
     assert history.total("2", 10) / history.total("1", 10) == pytest.approx(2.0, rel=0.05)
 
 
+@pytest.mark.matrix  # as the property of fair shares in tests/property
 def test_idle_time_is_no_credit() -> None:
     """On and off: who comes back after a pause competes from then on, and does not catch up."""
     arrivals = [*poisson(5.0, "a", until=60), *poisson(5.0, "b", until=60, since=30)]

@@ -57,6 +57,7 @@ def test_the_fewest_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert plans[0]["replicas"] <= plans[1]["replicas"]
 
 
+@pytest.mark.matrix  # the simulation alone: test_fleet.py
 def test_ranks_and_roles_beside_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numbers = tmp_path / "plan.json"
     asked = ["--fleet", "--slo", "ttft_p95=3s,itl_p99=60ms", "--ranks", "2", "--layers", "28", "--roles"]

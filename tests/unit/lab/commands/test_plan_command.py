@@ -121,6 +121,7 @@ def test_a_burst_is_no_rate() -> None:
     assert 0.7 < found.rate / (4 / (10 * 0.01)) < 1.2, "four slots, ten steps each"
 
 
+@pytest.mark.matrix  # the search alone: test_fleet.py
 def test_the_plan_finds_what_was_planted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Steps cost the same whatever is in them: then more sequences at once are better, little else matters."""
     trace = tmp_path / "trace.jsonl"

@@ -158,6 +158,7 @@ def test_what_the_hub_refuses_is_one_line(hub: LoopbackHub, tmp_path: Path):
     assert gated[1] == ["org/gated"]
 
 
+@pytest.mark.matrix  # as a whole repository
 def test_one_gguf_file_of_a_repository_is_downloaded(gguf_hub: LoopbackHub, tmp_path: Path):
     (small, split, again), said = ask(
         gguf_hub, tmp_path, *({"model": f"org/files:{tag}"} for tag in ("q4_k_m", "BF16", "Q4_K_M"))

@@ -55,6 +55,7 @@ def test_a_model_is_measured(home: Path, tmp_path: Path):
     assert f"{stored.greedy_agreement:.1%}" in result.stdout
 
 
+@pytest.mark.matrix  # as a model that cannot be loaded
 def test_a_model_without_a_tokenizer(home: Path, tmp_path: Path):
     path = make_checkpoint(tmp_path / "model")
     (path / "tokenizer.json").unlink()

@@ -158,6 +158,7 @@ def test_an_order_puts_a_busy_model_away_until_it_is_asked_for_again():
     run(body)
 
 
+@pytest.mark.matrix  # busy models that take turns are tried beside it
 def test_a_model_of_higher_priority_is_served_first_and_keeps_its_memory_while_it_is_busy():
     async def body() -> None:
         high = Residency(priority=1)

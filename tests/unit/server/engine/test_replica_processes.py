@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
+import pytest
+
 from quire_engine.contract.config import EngineConfig
 from quire_server.engine.local_replicas import LocalReplicas
 from quire_server.engine.replica_routing import Router
@@ -77,6 +79,7 @@ def test_a_stopped_engine_is_lost_after_the_silence_and_not_before() -> None:
     run(body)
 
 
+@pytest.mark.matrix  # nodes do the same in test_node_streams.py
 def test_a_poison_request_ends_two_engines_and_its_mates_get_their_tokens() -> None:
     async def body() -> None:
         async with served(4, "poison:666") as (together, client):

@@ -113,6 +113,7 @@ def test_who_waits_for_an_engine_that_cannot_start_is_told(model: str, error: ty
     run(body)
 
 
+@pytest.mark.matrix  # a kill right before a sleep is in the tests beside it
 def test_a_kill_while_the_engine_wakes_is_a_later_wake():
     async def body() -> None:
         async with supervised("slow-start", kind=SleepingSupervisor) as (supervisor, client):
@@ -147,6 +148,7 @@ def test_a_kill_right_before_a_sleep_blames_nobody():
     run(body)
 
 
+@pytest.mark.matrix  # waits for an engine that is slow to end
 def test_a_stop_ends_what_waits_and_a_wake_after_it_is_refused():
     async def body() -> None:
         async with supervised("slow-start", kind=SleepingSupervisor) as (supervisor, client):

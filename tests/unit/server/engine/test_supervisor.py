@@ -7,12 +7,15 @@ import os
 import signal
 from collections.abc import Sequence
 
+import pytest
+
 from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.types import CacheEvent, EngineStats, StepOutput
 from quire_server.engine.supervisor import EngineState
 from support.supervising import expected, reached, request, run, send_garbage, supervised
 
 
+@pytest.mark.matrix  # in test_replica_processes.py with two engines; four kills: tests/e2e/test_resume.py
 def test_streams_survive_ten_kills_with_identical_tokens() -> None:
     async def body() -> None:
         async with supervised() as (supervisor, client):
@@ -180,6 +183,7 @@ def test_requests_submitted_while_the_old_engine_is_ending_are_served() -> None:
     run(body)
 
 
+@pytest.mark.matrix  # most of it waits for a hang, as beside it
 def test_a_suspect_given_up_by_its_client_is_not_paid_for_by_the_next() -> None:
     """The engine still hangs in the aborted request's step when the next suspect is sent."""
 

@@ -17,6 +17,7 @@ from quire_server.engine.supervisor import EngineState, Supervisor
 from support.supervising import FAKE, expected, reached, request, run, supervised
 
 
+@pytest.mark.matrix  # quarantine without processes: test_quarantine.py
 def test_a_client_cannot_use_up_the_restarts_of_the_server() -> None:
     """Each crashing request is another one, so that none is known before; a stream beside them goes on."""
 
@@ -82,6 +83,7 @@ def test_a_stopped_engine_is_replaced_and_its_stream_goes_on(caplog: pytest.LogC
     assert "is stopped by a signal" in caplog.text
 
 
+@pytest.mark.matrix  # as one that is busy
 def test_an_idle_engine_that_is_stopped_is_replaced_too() -> None:
     async def body() -> None:
         async with supervised(hang_seconds=2.0) as (supervisor, client):
@@ -118,6 +120,7 @@ def test_a_start_that_gets_on_has_all_the_time_it_needs() -> None:
     run(body)
 
 
+@pytest.mark.matrix  # as a start that hangs
 def test_a_restart_that_hangs_is_tried_again() -> None:
     async def body() -> None:
         async with supervised(start_seconds=0.8) as (supervisor, client):

@@ -16,6 +16,7 @@ from quire_server.errors import BadRequest
 from quire_server.text.text_threads import HUGE, LARGE_CHARS, LARGE_IDS, TextBudget, TextThreads
 from quire_server.text.tokenizer import TextTokenizer
 from quire_server.text.tokenizer_process import TokenizerGone, TokenizerProcess
+from support.covering import few
 from support.fake_tokenizer import write_tokenizer
 from support.processes import lives
 from support.sample_tokenizers import TEXT, byte_level, sentencepiece
@@ -73,7 +74,7 @@ async def test_what_is_given_up_ends_and_the_next_is_answered(folder: Path) -> N
         process.stop()
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", few([signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM], signal.SIGSTOP))
 async def test_a_process_that_is_stopped_or_killed_at_work_is_replaced_once(folder: Path, number: int) -> None:
     process, text = TokenizerProcess(folder / "tokenizer.json"), long_text(2_000_000)
     try:

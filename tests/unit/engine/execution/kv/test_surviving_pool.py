@@ -21,6 +21,7 @@ from quire_engine.execution.kv import surviving_pool
 from quire_engine.execution.kv.surviving_pool import SurvivingPool, held_bytes, open_surviving
 from quire_engine.execution.packed.image import HUGE_PAGE, MappedFile, commit_huge
 from quire_server.engine.memory_files import PoolMemory
+from support.covering import few
 
 KEY = b"a model and its layout"
 FULL, OTHER = bytes(range(32)), bytes(range(32, 64))
@@ -161,11 +162,12 @@ while True:
 """
 
 
-def test_a_process_that_is_killed_in_the_middle_leaves_no_lie(memory: PoolMemory) -> None:
+@pytest.mark.parametrize("kills", few([1, 3], 1))
+def test_a_process_that_is_killed_in_the_middle_leaves_no_lie(memory: PoolMemory, kills: int) -> None:
     fd = memory.for_next_engine()
     assert fd is not None
     seen = 0
-    for _ in range(3):
+    for _ in range(kills):
         command = [sys.executable, "-c", WRITER, str(fd)]
         with subprocess.Popen(command, pass_fds=[fd], stdout=subprocess.PIPE) as process:
             assert process.stdout is not None

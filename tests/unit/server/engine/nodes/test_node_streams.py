@@ -148,6 +148,7 @@ def test_a_poisonous_request_takes_one_node_s_engine_down_twice_and_no_other() -
     run(body)
 
 
+@pytest.mark.matrix  # the first test moves streams with tokens
 def test_a_stream_that_came_with_tokens_is_replayed_with_them_by_its_second_node() -> None:
     async def body() -> None:
         async with cluster() as them:
