@@ -308,7 +308,7 @@ class Engine:
         """Do what `step` does, at `started`, with the requests that have all they need."""
         refused, self._unsent = self._unsent, []
         outputs = Outputs(others=refused + self._scheduler.expire(started))
-        execute_seconds = 0.0
+        execute_seconds, num_in_flight = 0.0, len(self._in_flight)
         if self._in_flight and self._scheduler.needs_results:
             outputs, seconds = self._collect(outputs)
             execute_seconds += seconds
@@ -318,6 +318,7 @@ class Engine:
             self._executor.launch(batch)
             execute_seconds += self._clock() - launched
             self._in_flight.append(batch)
+            num_in_flight += 1
         if self._in_flight and (batch is None or len(self._in_flight) == self._executor.max_in_flight):
             outputs, seconds = self._collect(outputs)
             execute_seconds += seconds
@@ -328,6 +329,8 @@ class Engine:
             return
         self._stats_changed = False
         step_seconds = self._clock() - started
+        if len(self._in_flight) == num_in_flight:  # no step has ended: the numbers are still those of the one before
+            execute_seconds = 0.0
         stats = replace(
             self._scheduler.stats(),
             step_seconds=step_seconds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -279,6 +280,23 @@ def test_a_decode_that_is_planned_ahead_is_no_slice_of_the_prompt() -> None:
     one = told(scheduler, "a")
     assert [(each["start"], each["num_tokens"]) for each in one["chunks"]] == [(0, 100)]
     assert {phase: number for (phase, _), number in spent(one).items() if number} == {"prefill": 1, "decode": 3}
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_each_step_is_reported_once(max_in_flight: int) -> None:
+    """A step that begins while none has ended has only the numbers of an earlier one."""
+    ticks = itertools.count()
+    executor = FakeExecutor(16, max_in_flight=max_in_flight)
+    ahead = {"plans_ahead": max_in_flight > 1}
+    engine = Engine(Scheduler(scheduler_config(num_blocks=64, **ahead)), executor, clock=lambda: float(next(ticks)))
+    reported: list[StepOutput] = []
+    engine.on_step = reported.append
+    for number in range(3):  # an idle engine begins anew
+        engine.submit(request(f"r{number}", 20, 3 + number, penalty=0.0))
+        while engine.has_work:
+            engine.step()
+    ended = [each.step_id for each in reported if each.stats.step_seconds > each.stats.host_seconds]
+    assert ended == [batch.step_id for batch in executor.log]
 
 
 def test_how_a_preempted_one_comes_back_is_told() -> None:
