@@ -1,7 +1,7 @@
 """Our scheduler step by step, as plain values: for tests and lessons that hold its plans beside those of others.
 
-Promises: the scheduler of the server with its defaults, without a prefix cache and without clocks; every token is given
-at once. Must not know: models.
+Promises: the scheduler of the server with its defaults, without a prefix cache; every step takes a second, so that it
+counts steps where a server counts time. Must not know: models.
 """
 
 from __future__ import annotations
@@ -85,4 +85,4 @@ class Stepwise:
             samples: dict[int, tuple[SampledToken, ...]] = {
                 item.sequence_id: (SampledToken(token_id=0),) for item in batch.items if item.wants_sample
             }
-            self._scheduler.apply(batch, StepResult(samples=samples), float(self._step))
+            self._scheduler.apply(batch, StepResult(samples=samples), float(self._step + 1))
