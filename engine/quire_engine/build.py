@@ -46,7 +46,7 @@ from quire_engine.execution.executor import (
     staging_blocks_for,
 )
 from quire_engine.execution.gpu.adapters import place_adapters
-from quire_engine.execution.gpu.ranks import DeviceLeader
+from quire_engine.execution.gpu.rank_commands import DeviceLeader
 from quire_engine.execution.kernel_checks import select_kernels
 from quire_engine.execution.kv.block_files import HEADER_BYTES
 from quire_engine.execution.kv.kv_storage import KVStorage, block_bytes, pool_blocks

@@ -16,7 +16,7 @@ from quire_engine.build import Resolved, resolve
 from quire_engine.contract.config import EngineConfig
 from quire_engine.execution.executor import runner_limits, spare_blocks
 from quire_engine.execution.gpu.device import CudaDevice
-from quire_engine.execution.gpu.ranks import DeviceFollower
+from quire_engine.execution.gpu.rank_commands import DeviceFollower
 from quire_engine.execution.kv.kv_storage import KVStorage
 from quire_engine.execution.loading import Loading
 from quire_engine.execution.models.served import ServedModel

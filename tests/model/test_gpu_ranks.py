@@ -13,7 +13,7 @@ import torch
 from quire_engine.contract.batch import StepResult
 from quire_engine.contract.kv_groups import one_group
 from quire_engine.execution.executor import Executor
-from quire_engine.execution.gpu.ranks import DeviceFollower, DeviceLeader, decode, encode
+from quire_engine.execution.gpu.rank_commands import DeviceFollower, DeviceLeader, decode, encode
 from quire_engine.execution.gpu.runner import GpuRunner
 from quire_engine.execution.kv.kv_storage import KVStorage
 from quire_engine.execution.models.config import load_model_config

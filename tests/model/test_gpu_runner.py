@@ -169,7 +169,7 @@ def test_who_raises_fails_alone_between_two_steps_in_flight(bad):
 
 def test_more_changes_of_tables_than_a_step_holds():
     both = Both(seed=10, chunk=40)
-    both.runner._max_cells = 2
+    both.runner._resident.max_cells = 2
     both.story.add(0, random_ids(60, 0), 4)
     both.story.add(1, random_ids(45, 1), 4)
     both.story.run()

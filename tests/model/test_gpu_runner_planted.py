@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire_engine.execution.gpu import device, forward, graphs, runner, step_arrays, tables
+from quire_engine.execution.gpu import device, forward, graphs, launches, pipeline, runner, step_arrays, tables
 from support.both_runners import Both
 from support.model_steps import random_ids
 from support.simulated_device import SimulatedDevice
@@ -47,8 +47,8 @@ def test_one_host_buffer_that_is_waited_for():
 
 
 def test_a_result_that_is_read_too_early(monkeypatch):
-    read, at_once = runner._Issued.result, SimpleNamespace(wait=lambda: None)
-    monkeypatch.setattr(runner._Issued, "result", lambda self: read(replace(self, done=at_once)))
+    read, at_once = pipeline.IssuedStep.result, SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(pipeline.IssuedStep, "result", lambda self: read(replace(self, done=at_once)))
     fails(told())
 
 
@@ -139,7 +139,7 @@ def test_rows_that_fill_a_bucket_and_write_to_somebody_s_block(monkeypatch):
     def astray(arrays, num_rows, held, spare_slots, first_word):
         pad(arrays, num_rows, held, [arrays.step.kv_slots[0]], first_word)
 
-    monkeypatch.setattr(runner, "pad_decodes", astray)
+    monkeypatch.setattr(launches, "pad_decodes", astray)
     fails(told())
 
 

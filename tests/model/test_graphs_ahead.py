@@ -11,7 +11,7 @@ import torch
 
 from quire_engine.contract.types import EngineHealth
 from quire_engine.execution import executor
-from quire_engine.execution.gpu import graphs, runner
+from quire_engine.execution.gpu import graphs, warmup
 from quire_engine.execution.gpu.graphs import Bucket, MixedBucket, StepGraphs
 from quire_engine.execution.gpu.tables import DRAWS, LIMITS_K
 from quire_engine.process import loop
@@ -105,7 +105,7 @@ def test_a_step_for_which_there_is_no_memory_is_left_out(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(both.runner, "_run_empty", full)
+    monkeypatch.setattr(both.runner._warmup, "_run_empty", full)
     assert both.executor.prepare() == 0
     assert both.device.released == 1
 
@@ -133,7 +133,7 @@ def _measured(monkeypatch, seconds) -> Both:
 
     def replayed():
         rows, single = model.asked[-1]
-        return iter([0.0, seconds(rows, single)] * runner._MEASURED_REPLAYS)
+        return iter([0.0, seconds(rows, single)] * warmup._MEASURED_REPLAYS)
 
     def now() -> float:
         nonlocal clock
@@ -143,7 +143,7 @@ def _measured(monkeypatch, seconds) -> Both:
             value = next(clock)
         return value
 
-    monkeypatch.setattr(runner.time, "perf_counter", now)
+    monkeypatch.setattr(warmup.time, "perf_counter", now)
     both.executor.choose_launches()
     monkeypatch.undo()
     return both
@@ -152,9 +152,9 @@ def _measured(monkeypatch, seconds) -> Both:
 def test_fewer_launches_are_used_where_they_were_measured_to_be_faster(monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         both = _measured(monkeypatch, lambda rows, single: 2.0 if single == (rows == 8) else 3.0)
-    assert both.runner._chained == {1: True, 8: False}
+    assert both.runner._launches.chained == {1: True, 8: False}
     assert "1 decodes: 2000.000 ms in fewer launches, 3000.000 ms by single ops" in caplog.text
-    assert [both.runner._is_chained(rows) for rows in (1, 2, 4, 8, 16)] == [True, False, False, False, False]
+    assert [both.runner._launches.is_chained(rows) for rows in (1, 2, 4, 8, 16)] == [True, False, False, False, False]
     asked = both.runner._model.asked
     asked.clear()
     both.check()
@@ -176,7 +176,7 @@ def test_without_a_measurement_single_ops_are_used(monkeypatch, caplog):
     assert all(single for _, single in both.runner._model.asked[2:])
     plain = told()
     plain.executor.choose_launches()
-    assert not plain.runner._chained
+    assert not plain.runner._launches.chained
 
 
 class Idle:

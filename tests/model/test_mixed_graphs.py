@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire_engine.execution.gpu import forward, graphs, runner
+from quire_engine.execution.gpu import forward, graphs, launches
 from quire_engine.execution.gpu.forward import pad_mixed
 from quire_engine.execution.gpu.graphs import MixedBucket, StepGraphs
 from quire_engine.execution.gpu.step_arrays import StepArrays
@@ -144,7 +144,7 @@ def test_planted_rows_that_write_to_somebody_s_block(monkeypatch):
     def astray(arrays, num_rows, num_sequences, tables, *rest):
         forward.pad_mixed(arrays, num_rows, num_sequences, tables, [arrays.step.kv_slots[0]], rest[-1])
 
-    monkeypatch.setattr(runner, "pad_mixed", astray)
+    monkeypatch.setattr(launches, "pad_mixed", astray)
     fails(told())
 
 
@@ -153,7 +153,7 @@ def test_planted_rows_that_are_a_sequence_s(monkeypatch):
         pad_mixed(arrays, num_rows, *rest)
         arrays.step.query_starts[-1] = num_rows
 
-    monkeypatch.setattr(runner, "pad_mixed", claimed)
+    monkeypatch.setattr(launches, "pad_mixed", claimed)
     fails(told())
 
 

@@ -29,10 +29,10 @@ from quire_engine.execution.fault_points import FaultPoints
 from quire_engine.execution.gpu.adapters import PlacedAdapters
 from quire_engine.execution.gpu.device import CudaDevice
 from quire_engine.execution.gpu.graphs import MOST_MIXED_ROWS
+from quire_engine.execution.gpu.rank_commands import RankCommands
 from quire_engine.execution.gpu.resident import RunnerLimits
 from quire_engine.execution.gpu.runner import GpuRunner
 from quire_engine.execution.gpu.swaps import StreamedKV, staging_blocks
-from quire_engine.execution.gpu.told import Told
 from quire_engine.execution.kv.kv_storage import HostBlocks, HostKV, KVBlocks, KVStorage
 from quire_engine.execution.kv.pool_rows import PoolRows
 from quire_engine.execution.models.served import ServedModel
@@ -272,7 +272,7 @@ def make_executor(
     faults: Iterable[Fault] = (),
     rows: PoolRows | None = None,
     waited: RankSeconds | None = None,
-    others: Told | None = None,
+    others: RankCommands | None = None,
     commit: Callable[[], int] = lambda: 0,
 ) -> Executor:
     """`num_blocks`: those that are scheduled; `kv` has `spare_blocks` more, and behind those `staging_blocks_for` so

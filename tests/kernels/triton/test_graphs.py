@@ -21,7 +21,7 @@ from quire_engine.demo import demo_model_path
 from quire_engine.execution.executor import Executor
 from quire_engine.execution.gpu import graphs
 from quire_engine.execution.gpu.device import CudaDevice
-from quire_engine.execution.gpu.ranks import DeviceLeader, decode
+from quire_engine.execution.gpu.rank_commands import DeviceLeader, decode
 from quire_engine.execution.gpu.runner import GpuRunner, RunnerLimits
 from quire_engine.execution.runner import Runner
 from quire_kernels.divided import divided

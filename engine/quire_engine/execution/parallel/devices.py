@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from quire_engine.contract.config import DType, EngineConfig, KernelChoice
 from quire_engine.contract.errors import ModelLoadError
-from quire_engine.execution.gpu.ranks import DeviceLeader
+from quire_engine.execution.gpu.rank_commands import DeviceLeader
 from quire_engine.machine import CoreShare
 from quire_engine.own_modules import module_command
 from quire_engine.ranks import LENGTH_BYTES, Rank

@@ -1,4 +1,4 @@
-"""Ranks on devices: rank 0's runner tells the others each piece of work, and they issue the same to their devices.
+"""Commands of rank 0's runner to the other ranks of a model: each piece of work, which all of them issue to a device.
 
 Promises: every rank issues the same exchanges in the same order. Rank 0 alone chooses tokens; the ids reach the others
 from device to device. An error inside a body ends the ranks, one between bodies harms no other request. Must not know:
@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,12 +20,65 @@ from quire_engine.execution.gpu.device import Device, Packed
 from quire_engine.execution.gpu.forward import Model
 from quire_engine.execution.gpu.graphs import Bucket, MixedBucket
 from quire_engine.execution.gpu.resident import Resident, RunnerLimits
-from quire_engine.execution.gpu.told import Body
 from quire_engine.execution.kv.kv_storage import KVBlocks, Pairs
 from quire_kernels.ranks import DeviceCollective, computed_by_all
 
+Body = AbstractContextManager[None]
 _LENGTH = 8  # bytes of a number
 END = "end"
+
+
+class RankCommands(Protocol):
+    """Each call is for work that follows it, in the order of the calls. Around a body all ranks compute together."""
+
+    def sent(self, sections: Mapping[str, array[int]]) -> None:
+        """Sections of a step, or changes of tables."""
+        ...
+
+    def hidden(self, query_lens: Sequence[int], kv_lens: Sequence[int], counts: Sequence[int]) -> Body:
+        """All layers of what was sent, as `Forward.hidden` has them."""
+        ...
+
+    def graph(self, bucket: Bucket | MixedBucket) -> Body:
+        """A graph of what was sent, or what it is captured from."""
+        ...
+
+    def kept(self) -> None:
+        """Keep only the hidden states of the rows in the section `logit_rows`."""
+        ...
+
+    def logits(self, rows: slice) -> Body:
+        """The head, of some rows of the hidden states."""
+        ...
+
+    def tokens(self, region: int, ids: Tensor) -> None:
+        """The ids that a step has left in a region, on the device: the next step finds them in every rank."""
+        ...
+
+
+class NoRanks:
+    """See `RankCommands`: there are no others."""
+
+    def sent(self, sections: Mapping[str, array[int]]) -> None:
+        pass
+
+    def hidden(self, query_lens: Sequence[int], kv_lens: Sequence[int], counts: Sequence[int]) -> Body:
+        del query_lens, kv_lens, counts
+        return nullcontext()
+
+    def graph(self, bucket: Bucket | MixedBucket) -> Body:
+        del bucket
+        return nullcontext()
+
+    def kept(self) -> None:
+        pass
+
+    def logits(self, rows: slice) -> Body:
+        del rows
+        return nullcontext()
+
+    def tokens(self, region: int, ids: Tensor) -> None:
+        pass
 
 
 def encode(what: str, numbers: Sequence[Any] = (), sections: Mapping[str, array[int]] | None = None) -> bytes:
@@ -50,7 +103,7 @@ def decode(data: bytes) -> tuple[str, list[Any], dict[str, array[int]]]:
 
 
 class DeviceLeader:
-    """See `Told`: rank 0's side."""
+    """See `RankCommands`: rank 0's side, if there are other ranks."""
 
     def __init__(self, collective: DeviceCollective, tell: Callable[[bytes], None]) -> None:
         """`tell`: gives all other ranks a message, in order; raises RankLost."""
