@@ -219,9 +219,9 @@ def test_a_bomb_costs_little_and_then_fails_or_goes_on_within_its_grammar(gramma
     dice = np.random.default_rng(1)
     for _ in range(40):
         one = row(BOMBS[name], output)
-        started = time.perf_counter()
+        started = time.process_time()
         found = constraints.allowed([one], PADDED)
-        assert time.perf_counter() - started < 20
+        assert time.process_time() - started < 20
         if found.errors:
             assert "grammar" in found.errors[0]
             assert not found.masks

@@ -58,10 +58,10 @@ def test_a_thousand_who_wait_cost_a_step_little(name: str) -> None:
         run.one_step()
         times = []
         for _ in range(9):
-            started = time.perf_counter()
+            started = time.thread_time()
             run.scheduler._planner.admission.num_cached_tokens(run.scheduler._roster.waiting[0])
             run.one_step()
-            times.append(time.perf_counter() - started)
+            times.append(time.thread_time() - started)
         return min(times)
 
     assert seconds(1000) < 6 * seconds(200)

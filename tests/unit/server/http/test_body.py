@@ -76,9 +76,9 @@ def refusal(raw: bytes) -> BadRequest:
     ],
 )
 def test_what_is_not_json_is_refused_quickly(raw: bytes) -> None:
-    started = time.perf_counter()
+    started = time.thread_time()
     assert refusal(raw).code == "invalid_json"
-    assert time.perf_counter() - started < 5
+    assert time.thread_time() - started < 5
 
 
 def test_duplicate_keys_are_refused_at_any_depth() -> None:
@@ -171,10 +171,10 @@ def test_at_most_ten_errors_are_told() -> None:
 def test_long_lists_of_wrong_items_are_refused_quickly() -> None:
     raw = b'{"prompt": [' + b"1.5," * 500_000 + b"1]}"
     value = parse_json(raw)
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises(BadRequest):
         validate(Sample, value)
-    assert time.perf_counter() - started < 5
+    assert time.thread_time() - started < 5
 
 
 @pytest.mark.parametrize(
