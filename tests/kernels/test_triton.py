@@ -12,6 +12,7 @@ import pytest
 
 FOLDER = Path(__file__).parent / "triton"
 ROOT = Path(__file__).parents[2]
+BY_TWO = ("-n", "2", "--dist", "worksteal")  # this is the longest of all tests: one process would hold the others up
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton for this system"),
@@ -19,15 +20,20 @@ pytestmark = [
 ]
 
 
-def _run(selection: str, **environment: str) -> None:
+def _run(selection: str, *options: str, **environment: str) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
-    command = [sys.executable, "-m", "pytest", FOLDER, "-m", selection, "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", FOLDER, "-m", selection, "-p", "no:cacheprovider", *options]
     done = subprocess.run(command, check=False, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_interpreted():
-    _run("not sim", TRITON_INTERPRET="1")
+    _run("not sim and not matrix", *BY_TWO, TRITON_INTERPRET="1")
+
+
+@pytest.mark.matrix
+def test_interpreted_rows():
+    _run("not sim and matrix", *BY_TWO, TRITON_INTERPRET="1")
 
 
 @pytest.mark.sim

@@ -11,6 +11,7 @@ from quire_kernels.kernel_set import KernelSet
 from quire_kernels.triton.set import make_triton_set
 from quire_kernels.triton.stored_product import StoredLinear
 from support.checkpoints import shared_checkpoint
+from support.covering import few
 from support.guarded import DEVICE
 from support.model_steps import Model, random_ids
 from support.quantised import FORMS, make_quantised
@@ -36,7 +37,8 @@ def test_dense_gemma4_has_heads_of_two_widths_in_one_pool(deterministic):
         assert torch.equal(model.logits(ids, chunk=17, seed=1), whole)
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "W8A16", "fp8 by row"])
+# Each form's products have tests of their own; here a kind with points and one without.
+@pytest.mark.parametrize("name", few(["gptq", "awq", "W8A16", "fp8 by row"], "awq", "fp8 by row"))
 def test_matrices_of_quantised_checkpoints_stay_as_they_are_stored(name, tmp_path):
     """In chunks too, bit for bit: decoded in the loop of a product."""
     quantised, dense = make_quantised(tmp_path, FORMS[name])
@@ -49,7 +51,10 @@ def test_matrices_of_quantised_checkpoints_stay_as_they_are_stored(name, tmp_pat
     assert torch.equal(model.logits(ids, 7, seed=1), found)
 
 
-@pytest.mark.parametrize(("family", "experts"), [("qwen3_moe", 8), ("gpt_oss", 4), ("afmoe", 6)])
+# Those with biases and with a gate of attention stand for the plain ones.
+@pytest.mark.parametrize(
+    ("family", "experts"), few([("qwen3_moe", 8), ("gpt_oss", 4), ("afmoe", 6)], ("gpt_oss", 4), ("afmoe", 6))
+)
 def test_mixtures_of_experts_give_the_references_logits(family, experts):
     """Each row takes all experts, so that no rounding decides between two. In chunks too, bit for bit."""
     path = shared_checkpoint(family, num_experts_per_tok=experts)

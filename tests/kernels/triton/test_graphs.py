@@ -120,8 +120,9 @@ def _tell(device: Any, path: Path, length: int) -> Story:
 @pytest.mark.parametrize(
     ("family", "shortest", "length", "mixed_rows"),
     [
-        ("", 512, 3, 512),
+        ("qwen3", 512, 3, 512),
         ("qwen3_moe", 512, 3, 512),
+        pytest.param("", 512, 3, 512, marks=pytest.mark.matrix),  # the embedded model: minutes
         *(pytest.param("", 256, length, rows, marks=pytest.mark.sim) for length in (3, 253) for rows in (0, 512)),
     ],
 )
@@ -146,7 +147,7 @@ def test_replays_compute_what_steps_compute_that_are_waited_for(  # noqa: PLR091
 def test_a_rank_that_gathers_from_itself_replays_its_exchanges(device, monkeypatch, exchange):
     """The path of many ranks: products of own columns, exchanges in graphs, what the others are told."""
     monkeypatch.setattr(graphs, "_SHORTEST", 512)
-    path, told = demo_model_path(), list[bytes]()
+    path, told = shared_checkpoint("qwen3"), list[bytes]()
     story = _tell(device, path, 3)
     model = _model(path, divided(make_triton_set(deterministic=True), exchange))
     limits, leader = replace(LIMITS, mixed_rows=512), DeviceLeader(exchange, told.append)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 from quire_kernels.triton.attention import TritonAttention
+from support.covering import few
 from support.triton_attention import DEVICE, LAYER, Sequences, shape_of
 
 
@@ -42,8 +44,9 @@ def test_masks_where_all_keys_are_seen_change_no_bit():
     assert torch.equal(*(sequences.attend([(0, 20, 280)], ops=ops)[0] for ops in (plain, TritonAttention())))
 
 
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("softcap", [None, 0.7, 50.0])
+@pytest.mark.parametrize(
+    ("window", "softcap"), few(product([None, 100], [None, 0.7, 50.0]), (None, 50.0), (100, 0.7), (100, None))
+)
 def test_softcaps_and_sinks(window, softcap):
     """With decode rows of one part and of several; deterministic: the same bits in chunks."""
     sinks = torch.tensor([-3.0, 0.5, 4.0, 60.0], device=DEVICE)
