@@ -3,12 +3,15 @@
 SIGINT is as in a terminal, also where the tests run as a background job, which inherits it as ignored, and so would the
 processes that they start. One of several processes that run tests computes with one thread in torch: the threads of
 all would wait for each other, spinning. Tests of threads set their number themselves. Drawn values are the same in
-every run of the same tests, so that a change alone can make them fail; `support.at_length` draws others each time. Must
+every run of the same tests, so that a change alone can make them fail; `support.at_length` draws others each time.
+HTTP clients share the certificates of the public authorities, which httpx reads anew for each of them, in 27 ms. Must
 not know: any test. Fixtures live beside the tests that use them.
 """
 
+import functools
 import os
 import signal
+import ssl
 
 import pytest
 
@@ -26,6 +29,23 @@ def pytest_configure(config):
 
         hypothesis.settings.register_profile("repeatable", derandomize=True)
         hypothesis.settings.load_profile("repeatable")
+
+
+def shared_contexts(make):
+    """`ssl.create_default_context`, but with one context for all callers that ask for the public authorities."""
+    kept = functools.cache(make)
+
+    @functools.wraps(make)
+    def create(*purpose, cafile=None, **more):
+        import certifi
+
+        is_public = cafile is not None and cafile in (certifi.where(), os.environ.get("SSL_CERT_FILE"))
+        return (kept if is_public else make)(*purpose, cafile=cafile, **more)
+
+    return create
+
+
+ssl.create_default_context = shared_contexts(ssl.create_default_context)
 
 
 def pytest_collection_modifyitems(items):
