@@ -1,14 +1,18 @@
-"""Asyncio clients of the completions API, for tests that need many at once or that break off."""
+"""Asyncio clients of the completions API, for tests that need many at once, break off or kill the engine."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
+from e2e.served import Served
 
 
 @dataclass
@@ -70,6 +74,33 @@ async def stream(
             if drop_after is not None and chunks >= drop_after:
                 return seen
     return seen
+
+
+async def over_kills(
+    server: Served,
+    http: httpx.AsyncClient,
+    bodies: Sequence[dict[str, Any]],
+    goals: Iterable[int],
+    *,
+    of: Callable[[Sequence[int]], int] = min,
+    headers: dict[str, str] | None = None,
+) -> list[Streamed]:
+    """Run all streams at once, and kill the engine each time that the least far of them (`of`) has a goal's tokens."""
+    progress = [0] * len(bodies)
+
+    def watch(number: int) -> Callable[[Streamed], None]:
+        return lambda seen: progress.__setitem__(number, len(seen.token_ids))
+
+    tasks = [
+        asyncio.create_task(stream(http, body, on_chunk=watch(number), headers=headers))
+        for number, body in enumerate(bodies)
+    ]
+    for goal in goals:
+        async with asyncio.timeout(300):
+            while of(progress) < goal:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        os.kill(server.engine().pid, signal.SIGKILL)
+    return await asyncio.gather(*tasks)
 
 
 async def gather(count: int, make: Callable[[int], Any]) -> list[Any]:

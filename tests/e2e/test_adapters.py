@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import httpx
 import pytest
 
 from e2e.served import Served
-from e2e.streams import Streamed, client, stream
+from e2e.streams import Streamed, client, over_kills, stream
 from support.adapters import write_adapter
 from support.checkpoints import make_checkpoint
 
@@ -38,6 +39,13 @@ def serve(model: Path, adapters: list[Path], *flags: str) -> Served:
     return Served("--model", str(model), "--served-model-name", "tiny", *lora, *flags)
 
 
+@pytest.fixture(scope="module")
+def server(model: Path, adapters: list[Path]) -> Iterator[Served]:
+    """With two adapters, and room for two."""
+    with serve(model, adapters[:2], "--max-loras", "2", "--max-cpu-loras", "2", "--max-model-len", "512") as started:
+        yield started
+
+
 def body(name: str | None, tokens: int = 24, prompt: str = "Once upon a time", **fields: Any) -> dict[str, Any]:
     asked = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "return_token_ids": True, "temperature": 0}
     return {**asked, **({} if name is None else {"model": name}), **fields}
@@ -56,84 +64,69 @@ def order(server: Served, what: str, **fields: Any) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/{what}_lora_adapter", json=fields, timeout=60)
 
 
-def test_names_lists_and_orders(model: Path, adapters: list[Path], tmp_path: Path) -> None:
-    with serve(model, adapters[:2], "--max-loras", "2", "--max-cpu-loras", "2") as server:
-        listed = {each["id"]: each for each in httpx.get(server.url + "/v1/models").json()["data"]}
-        assert list(listed) == ["tiny", "a0", "a1"]
-        assert (listed["tiny"]["parent"], listed["a0"]["parent"], listed["a0"]["root"]) == (
-            None,
-            "tiny",
-            str(adapters[0]),
-        )
-        assert httpx.get(server.url + "/v1/models/a1").json()["id"] == "a1"
-        replies = {name: complete(server, name) for name in ("tiny", "a0", "a1")}
-        assert len({tuple(ids(reply)) for reply in replies.values()}) == 3
-        assert replies["a0"].json()["model"] == "a0"
-        assert replies["a0"].headers["x-quire-adapter"].startswith("a0@sha256:")
-        assert "x-quire-adapter" not in replies["tiny"].headers
-        assert len({reply.json()["system_fingerprint"] for reply in replies.values()}) == 3
-        assert complete(server, "a2").status_code == 404
-        assert complete(server, "a2").json()["error"]["code"] == "model_not_found"
-        # A third one, though there is room for two.
-        reply = order(server, "load", lora_name="a2", lora_path=str(adapters[2]))
-        assert (reply.status_code, reply.text) == (200, "Success: LoRA adapter 'a2' added successfully.")
-        third = ids(complete(server, "a2"))
-        assert [ids(complete(server, name)) for name in ("a0", "a1", "a2")] == [
-            ids(replies["a0"]), ids(replies["a1"]), third,
-        ]  # fmt: skip
-        for fields, status, message in (
-            ({"lora_name": "a2", "lora_path": str(adapters[2])}, 400, "already been loaded"),
-            ({"lora_name": "tiny", "lora_path": str(adapters[2])}, 400, "is the model's own"),
-            ({"lora_name": "x", "lora_path": str(tmp_path / "none")}, 400, "no such directory"),
-            ({"lora_name": "x", "lora_path": str(model)}, 400, "adapter_config.json"),
-            ({"lora_name": "x y", "lora_path": "/"}, 400, "lora_name"),
-        ):
-            refused = order(server, "load", **fields)
-            assert (refused.status_code, message in refused.text) == (status, True), refused.text
-        reply = order(server, "unload", lora_name="a2")
-        assert (reply.status_code, reply.text) == (200, "Success: LoRA adapter 'a2' removed successfully.")
-        assert order(server, "unload", lora_name="a2").status_code == 404
-        assert complete(server, "a2").status_code == 404
-        chat = {"model": "a1", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-        assert httpx.post(server.url + "/v1/chat/completions", json=chat, timeout=60).json()["model"] == "a1"
-        vectors = [
-            httpx.post(server.url + "/v1/embeddings", json={"model": name, "input": "Hi"}, timeout=60).json()
-            for name in ("tiny", "a0")
-        ]
-        assert vectors[0]["data"] != vectors[1]["data"]
-        server.wait_idle()
+def test_names_lists_and_orders(server: Served, model: Path, adapters: list[Path], tmp_path: Path) -> None:
+    listed = {each["id"]: each for each in httpx.get(server.url + "/v1/models").json()["data"]}
+    assert list(listed) == ["tiny", "a0", "a1"]
+    assert (listed["tiny"]["parent"], listed["a0"]["parent"], listed["a0"]["root"]) == (
+        None,
+        "tiny",
+        str(adapters[0]),
+    )
+    assert httpx.get(server.url + "/v1/models/a1").json()["id"] == "a1"
+    replies = {name: complete(server, name) for name in ("tiny", "a0", "a1")}
+    assert len({tuple(ids(reply)) for reply in replies.values()}) == 3
+    assert replies["a0"].json()["model"] == "a0"
+    assert replies["a0"].headers["x-quire-adapter"].startswith("a0@sha256:")
+    assert "x-quire-adapter" not in replies["tiny"].headers
+    assert len({reply.json()["system_fingerprint"] for reply in replies.values()}) == 3
+    assert complete(server, "a2").status_code == 404
+    assert complete(server, "a2").json()["error"]["code"] == "model_not_found"
+    # A third one, though there is room for two.
+    reply = order(server, "load", lora_name="a2", lora_path=str(adapters[2]))
+    assert (reply.status_code, reply.text) == (200, "Success: LoRA adapter 'a2' added successfully.")
+    third = ids(complete(server, "a2"))
+    assert [ids(complete(server, name)) for name in ("a0", "a1", "a2")] == [
+        ids(replies["a0"]), ids(replies["a1"]), third,
+    ]  # fmt: skip
+    for fields, status, message in (
+        ({"lora_name": "a2", "lora_path": str(adapters[2])}, 400, "already been loaded"),
+        ({"lora_name": "tiny", "lora_path": str(adapters[2])}, 400, "is the model's own"),
+        ({"lora_name": "x", "lora_path": str(tmp_path / "none")}, 400, "no such directory"),
+        ({"lora_name": "x", "lora_path": str(model)}, 400, "adapter_config.json"),
+        ({"lora_name": "x y", "lora_path": "/"}, 400, "lora_name"),
+    ):
+        refused = order(server, "load", **fields)
+        assert (refused.status_code, message in refused.text) == (status, True), refused.text
+    reply = order(server, "unload", lora_name="a2")
+    assert (reply.status_code, reply.text) == (200, "Success: LoRA adapter 'a2' removed successfully.")
+    assert order(server, "unload", lora_name="a2").status_code == 404
+    assert complete(server, "a2").status_code == 404
+    chat = {"model": "a1", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    assert httpx.post(server.url + "/v1/chat/completions", json=chat, timeout=60).json()["model"] == "a1"
+    vectors = [
+        httpx.post(server.url + "/v1/embeddings", json={"model": name, "input": "Hi"}, timeout=60).json()
+        for name in ("tiny", "a0")
+    ]
+    assert vectors[0]["data"] != vectors[1]["data"]
+    server.wait_idle()
 
 
-def test_two_adapters_go_on_after_kills(model: Path, adapters: list[Path]) -> None:
+def test_two_adapters_go_on_after_kills(server: Served) -> None:
     names = ["a0", "a1", None, "a0", "a1", None]
     wanted = [body(name, tokens=300, prompt=f"Story {i}") for i, name in enumerate(names)]
+    restarts = server.metric("quire_engine_restarts_total")
 
-    async def run(server: Served) -> None:
+    async def run() -> None:
         async with client(server.url) as http:
             alone = await asyncio.gather(*(stream(http, request) for request in wanted))
-            progress = [0] * len(wanted)
-
-            def watch(i: int) -> Any:
-                def on_chunk(seen: Streamed) -> None:
-                    progress[i] = len(seen.token_ids)
-
-                return on_chunk
-
-            tasks = [asyncio.create_task(stream(http, r, on_chunk=watch(i))) for i, r in enumerate(wanted)]
-            for kill in range(2):
-                async with asyncio.timeout(300):
-                    while min(progress) < (kill + 1) * 80:  # noqa: ASYNC110
-                        await asyncio.sleep(0.01)
-                os.kill(server.engine().pid, signal.SIGKILL)
-            killed = await asyncio.gather(*tasks)
+            killed = await over_kills(server, http, wanted, [80, 160])
         for before, after in zip(alone, killed, strict=True):
             assert (after.errors, after.token_ids, after.done) == ([], before.token_ids, True)
         assert len({tuple(each.token_ids) for each in alone}) == len(alone)
-        assert server.metric("quire_engine_restarts_total") == 2
+        assert server.metric("quire_engine_restarts_total") == restarts + 2
         server.wait_idle()
 
-    with serve(model, adapters[:2], "--max-loras", "2") as server:
-        asyncio.run(run(server))
+    asyncio.run(run())
 
 
 def test_replicas_share_the_adapters(model: Path, adapters: list[Path]) -> None:
@@ -160,10 +153,13 @@ def test_replicas_share_the_adapters(model: Path, adapters: list[Path]) -> None:
         asyncio.run(run(server))
 
 
-def test_what_runs_keeps_its_adapter_while_it_is_replaced_and_unloaded(model: Path, tmp_path: Path) -> None:
+def test_what_runs_keeps_its_adapter_while_it_is_replaced_and_unloaded(
+    server: Served, model: Path, tmp_path: Path
+) -> None:
     path = write_adapter(tmp_path / "x", model, seed=10)
+    assert order(server, "load", lora_name="x", lora_path=str(path)).status_code == 200
 
-    async def run(server: Served) -> None:
+    async def run() -> None:
         async with client(server.url) as http:
             alone = await stream(http, body("x", tokens=LONG))
             base = await stream(http, body(None, tokens=LONG))
@@ -189,14 +185,14 @@ def test_what_runs_keeps_its_adapter_while_it_is_replaced_and_unloaded(model: Pa
             assert (await beside).token_ids == base.token_ids
             assert second.token_ids != alone.token_ids[:8]
 
-    with serve(model, [path], "--max-loras", "2", "--max-model-len", "512") as server:
-        asyncio.run(run(server))
+    asyncio.run(run())
 
 
-def test_after_a_crash_changed_files_end_a_request_with_an_error(model: Path, tmp_path: Path) -> None:
+def test_after_a_crash_changed_files_end_a_request_with_an_error(server: Served, model: Path, tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "x", model, seed=20)
+    assert order(server, "load", lora_name="x", lora_path=str(path)).status_code == 200
 
-    async def run(server: Served) -> None:
+    async def run() -> None:
         async with client(server.url) as http:
             begun = asyncio.Event()
             first = asyncio.create_task(stream(http, body("x", tokens=400), on_chunk=lambda _: begun.set()))
@@ -208,8 +204,7 @@ def test_after_a_crash_changed_files_end_a_request_with_an_error(model: Path, tm
             assert "no longer those that it was loaded from" in str(ended.errors[0])
             assert ids(await http.post("/v1/completions", json=body(None)))
 
-    with serve(model, [path]) as server:
-        asyncio.run(run(server))
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ PROCESS = "quire_server.api_servers"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with Served(*FLAGS, "--api-server-count", "2") as started:
+    with Served(*FLAGS, "--api-server-count", "2", "--drain-timeout", "3600") as started:
         both_serve(started)
         yield started
 
@@ -172,18 +172,18 @@ def test_a_stopped_one_is_replaced() -> None:
         assert all(each is not None and each.done for each in asyncio.run(all_of(server.url, 8, 10)))
 
 
-def test_a_stop_lets_all_streams_end() -> None:
-    with Served(*FLAGS, "--api-server-count", "2") as server:
-        both_serve(server)
+def test_a_stop_lets_all_streams_end(server: Served) -> None:
+    """The last test, since it ends the server of the others."""
 
-        async def stop() -> list[Streamed | None]:
-            running = asyncio.create_task(all_of(server.url, 16, 300))
-            await until(server, "quire_generation_tokens_total", 16)
-            server.process.send_signal(signal.SIGTERM)
-            return await running
+    async def stop() -> list[Streamed | None]:
+        tokens = server.metric("quire_generation_tokens_total")
+        running = asyncio.create_task(all_of(server.url, 16, 300))
+        await until(server, "quire_generation_tokens_total", tokens + 16)
+        server.process.send_signal(signal.SIGTERM)
+        return await running
 
-        got = asyncio.run(stop())
-        assert all(each is not None and each.done and len(each.token_ids) == 300 for each in got)
-        assert server.process.wait(30) == 0
+    got = asyncio.run(stop())
+    assert all(each is not None and each.done and len(each.token_ids) == 300 for each in got)
+    assert server.process.wait(300) == 0
     assert not [each for each in psutil.process_iter(["cmdline"]) if PROCESS in (each.info["cmdline"] or ())
                 and str(server.process.pid) in each.info["cmdline"]]  # fmt: skip

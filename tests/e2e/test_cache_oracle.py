@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 
 import httpx
@@ -18,13 +19,17 @@ WRONG = SECRET.replace("4711", "4712")
 LONG = " ".join(str(i) for i in range(400))  # still being computed when the next request comes
 SALT = {"cache_salt": "a secret of one's own"}
 HITS = "quire_prefix_cache_hit_tokens_total"
+WARM = list(range(20, 84))  # computed before the first request
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    prefixes = tmp_path_factory.mktemp("warm") / "prefixes.jsonl"
+    lines = ({"prompt": WARM, "for": "victim"}, {"prompt": WARM[:32]})
+    prefixes.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with Served(
         *("--api-key", "victim=key-of-victim", "guesser=key-of-guesser", "early=key-of-early"),
-        *("--set", "check_invariants=true"),
+        *("--set", "check_invariants=true", "--warm-prefix", str(prefixes)),
     ) as server:
         yield server
 
@@ -36,6 +41,13 @@ def asked(server: Served, dialect: str, text: str, who: str, **fields: object) -
         told = cached_tokens(http.post(**request_of(dialect, text, f"key-of-{who}", **fields)))
     assert server.metric(HITS) - before == told
     return told
+
+
+@pytest.mark.parametrize(("who", "tokens"), [("victim", 63), ("guesser", 32)])
+def test_a_warm_prefix_is_found_by_the_first_request_of_whom_it_is_for(server: Served, who: str, tokens: int) -> None:
+    body = {"prompt": WARM, "max_tokens": 1, "model": "quire-demo"}
+    answer = httpx.post(server.url + "/v1/completions", json=body, headers={"x-api-key": f"key-of-{who}"}, timeout=60)
+    assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == tokens
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

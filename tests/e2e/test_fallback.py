@@ -4,8 +4,6 @@ int4, images."""
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 from e2e.served import Served
-from e2e.streams import Streamed, client, stream
+from e2e.streams import client, over_kills, stream
 from quire_engine.build import resolve_plan
 from support.checkpoints import VOCAB_SIZE, write_tokenizer
 from support.limits import engine_config
@@ -70,20 +68,7 @@ def test_a_family_is_served_as_our_own_are(family: str, tmp_path: Path):
             else:
                 raise AssertionError(f"no stream was preempted in {ROUNDS} rounds")
             before = server.metric("quire_engine_restarts_total")
-            seen = [0] * STREAMS
-
-            def watch(i: int) -> Any:
-                def on_chunk(streamed: Streamed) -> None:
-                    seen[i] = len(streamed.token_ids)
-
-                return on_chunk
-
-            tasks = [asyncio.create_task(stream(http, r, on_chunk=watch(i))) for i, r in enumerate(bodies())]
-            async with asyncio.timeout(300):
-                while max(seen) < TOKENS // 3:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-            os.kill(server.engine().pid, signal.SIGKILL)
-            together = await asyncio.gather(*tasks)
+            together = await over_kills(server, http, bodies(), [TOKENS // 3], of=max)
             assert server.metric("quire_engine_restarts_total") == before + 1
         for one, other in zip(alone, together, strict=True):
             assert other.errors == []

@@ -53,7 +53,10 @@ def answer(server: Served, model: str, *, killed: bool = False) -> tuple[str, in
     return text, details.cached_tokens if details else None
 
 
-@pytest.mark.parametrize(("quantization", "variant"), [(None, "avx2"), ("int4", None)])
+# What is quantised here is decoded first: tests/model/test_gguf_models.py.
+@pytest.mark.parametrize(
+    ("quantization", "variant"), [(None, "avx2"), pytest.param("int4", None, marks=pytest.mark.matrix)]
+)
 def test_a_file_answers_the_same_again_and_after_a_kill(quantization: str | None, variant: str | None, tmp_path: Path):
     """Quantised here, it answers as its numbers do, which are decoded first; else they are not rounded as those are."""
     if variant is not None and not {"avx2", "fma"} <= cpu_features():
@@ -78,8 +81,9 @@ def test_a_file_answers_the_same_again_and_after_a_kill(quantization: str | None
         built = [sys.executable, "-m", "quire_kernels.cpu.build", "--cpu-variant", variant]
         subprocess.run(built, check=True, timeout=600)  # longer than a server's start is waited for
         flags += ["--set", f"cpu_variant={variant}"]
-    with Served(str(dense), "--served-model-name", "Tiny-Q4_K_M", *flags) as server:
-        wanted, _ = answer(server, "Tiny-Q4_K_M")
+    if quantization is not None:
+        with Served(str(dense), "--served-model-name", "Tiny-Q4_K_M", *flags) as server:
+            wanted, _ = answer(server, "Tiny-Q4_K_M")
     with Served(str(path), *flags) as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
         assert [model.id for model in client.models.list()] == ["Tiny-Q4_K_M"]

@@ -1,4 +1,4 @@
-"""What outside load tools send and how they read the reply: their numbers are the server's.
+"""What outside load tools send and how they read the reply, and the official npm `openai` package.
 
 `vllm bench serve` and guidellm time the events of a stream: the first with choices is the first token, each later one a
 gap, and the counts come from `usage`. Both need packages too large to install here; their requests and their reading
@@ -8,9 +8,12 @@ are written after their documents and what a run of guidellm was seen to send.
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,6 +23,8 @@ from e2e.served import Served
 
 pytestmark = pytest.mark.e2e
 
+HERE = Path(__file__).resolve().parent
+NODE = shutil.which("node") is not None and (HERE / "node_modules" / "openai").is_dir()
 TOKENS = 64
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
 BENCH: dict[str, Any] = {
@@ -116,3 +121,18 @@ def test_a_load_tool_reads_true_counts(name: str, server: Served) -> None:
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/version"])
 def test_what_load_tools_ask_before_they_begin(path: str, server: Served) -> None:
     assert httpx.get(server.url + path).status_code == 200
+
+
+@pytest.mark.skipif(not NODE, reason="needs node and the npm package `openai` (make test-e2e installs it)")
+def test_the_npm_package_streams_aborts_and_tells_errors(server: Served) -> None:
+    command = ["node", str(HERE / "openai_check.mjs"), server.url]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    seen = json.loads(run.stdout)
+    assert seen["streamed"] == seen["whole"]
+    assert seen["finish"] in ("stop", "length")
+    assert seen["aborted"]
+    assert seen["chunksBeforeAbort"] >= 3
+    assert seen["code"] == "model_not_found"
+    server.wait_idle()
+    assert server.metric("quire_requests_total", outcome="abort") == 1, "it did not run to its end"

@@ -29,7 +29,7 @@ from support.link_secrets import make_secrets
 
 pytestmark = pytest.mark.e2e
 
-NUM_STREAMS = 72
+NUM_STREAMS = 48
 OF_NODES = ("--max-model-len", "1024", "--kv-memory", "24MiB", "--packed-cache", "off")
 PATIENT = "replica_silence=5"  # a busy host's pauses are not taken for a loss
 OF_FRONTS = FLAGS[2:]
@@ -48,14 +48,20 @@ def nodes(alone: tuple[list[Said], tuple[str, ...]]) -> Iterator[list[ServedNode
         yield [stack.enter_context(ServedNode(*OF_NODES, *alone[1], limits=PATIENT)) for _ in range(2)]
 
 
+@pytest.fixture(scope="module")
+def front(nodes: list[ServedNode]) -> Iterator[Served]:
+    with Served("--engines", ",".join(node.address for node in nodes), *OF_FRONTS, limits=PATIENT) as started:
+        yield started
+
+
 @pytest.fixture
-def server(nodes: list[ServedNode]) -> Iterator[Served]:
+def server(front: Served, nodes: list[ServedNode]) -> Served:
+    """The front, with all nodes there."""
     for node in nodes:
         if node.process.poll() is not None:
             node.start()
-    with Served("--engines", ",".join(node.address for node in nodes), *OF_FRONTS, limits=PATIENT) as front:
-        ready(front, 2)
-        yield front
+    ready(front, 2)
+    return front
 
 
 def ready(server: Served, count: int) -> None:
@@ -92,9 +98,10 @@ def test_nodes_are_replaced_one_after_the_other_under_load(server: Served, nodes
             await asyncio.to_thread(node.start)
             await asyncio.to_thread(ready, server, 2)
 
+    moved = server.metric("quire_streams_moved_total")
     got = asyncio.run(streams(server.url, NUM_STREAMS, roll))
     assert not differences(alone[0], got)
-    assert server.metric("quire_streams_moved_total") > 0
+    assert server.metric("quire_streams_moved_total") > moved
     ready(server, 2)
 
 
@@ -109,14 +116,14 @@ def test_a_stopped_node_is_given_up_and_two_fronts_share_the_nodes(
         half = NUM_STREAMS // 2
         return await asyncio.gather(streams(server.url, half, stop), streams(second.url, half))
 
-    addresses = ",".join(node.address for node in nodes)
+    addresses, silences = ",".join(node.address for node in nodes), server.log().count("no sign of life")
     with Served("--engines", addresses, *OF_FRONTS, limits=PATIENT) as second:
         try:
             for got in asyncio.run(both(second)):
                 assert not differences(alone[0][: len(got)], got)
         finally:
             nodes[1].process.send_signal(signal.SIGCONT)
-        assert "no sign of life" in server.log()
+        assert server.log().count("no sign of life") > silences
         ready(server, 2)
         ready(second, 2)
 
@@ -147,6 +154,7 @@ def test_health_questions_and_orders_go_to_nodes(server: Served, nodes: list[Ser
     rows = replicas(server)
     assert [row["name"] for row in rows] == [node.address for node in nodes]
     assert len({row["numerics"] for row in rows}) == 1
+    restarts = server.metric("quire_engine_restarts_total")
     assert all(row["pid"] and row["pid"] != node.process.pid for row, node in zip(rows, nodes, strict=True))
     assert server.metric("quire_kv_pool_blocks") == server.metric("quire_kv_blocks")
     name = rows[1]["name"]
@@ -162,7 +170,7 @@ def test_health_questions_and_orders_go_to_nodes(server: Served, nodes: list[Ser
         assert http.get("/health/ready").status_code == 200
         assert http.post("/v1/completions", json=body).status_code == 200
         ready(server, 2)
-        assert server.metric("quire_engine_restarts_total") == 1
+        assert server.metric("quire_engine_restarts_total") == restarts + 1
 
 
 def health(*argv: str) -> tuple[int, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -42,8 +43,14 @@ def test_five_hundred_dropped_streams_leave_nothing_behind() -> None:
         asyncio.run(body(server))
 
 
-def test_a_burst_of_two_hundred_on_eight_seats_and_a_queue_of_32() -> None:
-    async def body(server: Served) -> None:
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with Served("--max-num-seqs", "8", "--max-num-queued-reqs", "32") as started:
+        yield started
+
+
+def test_a_burst_of_two_hundred_on_eight_seats_and_a_queue_of_32(server: Served) -> None:
+    async def body() -> None:
         async with client(server.url) as http:
             # Answers so long that the seats and the queue are still taken when the last request comes.
             burst = await asyncio.wait_for(asyncio.gather(*(stream(http, request(i, 400)) for i in range(200))), 300)
@@ -61,12 +68,13 @@ def test_a_burst_of_two_hundred_on_eight_seats_and_a_queue_of_32() -> None:
         assert server.metric("quire_rejected_total") == len(refused)
         server.wait_idle()
 
-    with Served("--max-num-seqs", "8", "--max-num-queued-reqs", "32") as server:
-        asyncio.run(body(server))
+    asyncio.run(body())
 
 
-def test_sigterm_finishes_or_answers_everything_and_leaves_nothing() -> None:
-    async def body(server: Served) -> None:
+def test_sigterm_finishes_or_answers_everything_and_leaves_nothing(server: Served) -> None:
+    """The last of those with this server, which it ends."""
+
+    async def body() -> None:
         async with client(server.url) as http:
             solo = {i: await stream(http, request(i, 200)) for i in range(0, 16, 3)}
             started = [False] * 16
@@ -97,10 +105,9 @@ def test_sigterm_finishes_or_answers_everything_and_leaves_nothing() -> None:
         assert await asyncio.to_thread(server.process.wait, 30) == 0
         assert not any(child.is_running() for child in children)
 
-    with Served("--max-num-seqs", "8") as server:
-        asyncio.run(body(server))
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(server.url + "/health")
+    asyncio.run(body())
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(server.url + "/health")
 
 
 def test_a_second_signal_aborts_at_once() -> None:

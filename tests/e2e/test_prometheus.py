@@ -89,54 +89,62 @@ def complete(server: Served, max_tokens: int) -> None:
     httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()
 
 
-def test_prometheus_answers_queries_about_this_server(tmp_path: Path) -> None:
-    with Served() as server, prometheus(server.url.removeprefix("http://"), tmp_path) as address:
-        assert wait_for(address, 'up{job="quire"} == 1') == 1
-        before = wait_for(address, "quire_time_to_first_token_seconds_count")
-        for _ in range(3):
-            complete(server, max_tokens=32)
-        assert wait_for(address, f"quire_time_to_first_token_seconds_count >= {before + 3}") == before + 3
-        ttft = "quire_time_to_first_token_seconds"
-        assert 0 < wait_for(address, f"{ttft}_sum / {ttft}_count") < 30
-        quantile = f"histogram_quantile(0.95, sum by (le) (rate({ttft}_bucket[1m]))) >= 0"
-        assert 0 < wait_for(address, quantile) <= 40
-        wait_for(address, "quire_generation_tokens_total == 96")
-        assert wait_for(address, "quire_kv_cache_usage_ratio") == wait_for(address, "vllm:kv_cache_usage_perc")
-        assert wait_for(address, "sum(quire_kv_blocks) - sum(quire_kv_pool_blocks)") == 0
-        assert wait_for(address, 'quire_kv_blocks{state="cached"}') > 0
-        assert query(address, 'ALERTS{alertstate="firing"}') == []
-        rules = httpx.get(f"{address}/api/v1/rules").json()["data"]["groups"]
-        assert {rule["health"] for group in rules for rule in group["rules"]} == {"ok"}
-        assert httpx.get(f"{address}/api/v1/targets").json()["data"]["activeTargets"][0]["lastError"] == ""
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with Served("--kv-memory", "8MiB") as started:
+        yield started
 
 
-def test_a_busy_cache_is_seen(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def address(server: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with prometheus(server.url.removeprefix("http://"), tmp_path_factory.mktemp("prometheus")) as started:
+        wait_for(started, 'up{job="quire"} == 1')
+        yield started
+
+
+def test_prometheus_answers_queries_about_this_server(server: Served, address: str) -> None:
+    before = wait_for(address, "quire_time_to_first_token_seconds_count")
+    for _ in range(3):
+        complete(server, max_tokens=32)
+    assert wait_for(address, f"quire_time_to_first_token_seconds_count >= {before + 3}") == before + 3
+    ttft = "quire_time_to_first_token_seconds"
+    assert 0 < wait_for(address, f"{ttft}_sum / {ttft}_count") < 30
+    quantile = f"histogram_quantile(0.95, sum by (le) (rate({ttft}_bucket[1m]))) >= 0"
+    assert 0 < wait_for(address, quantile) <= 40
+    wait_for(address, "quire_generation_tokens_total == 96")
+    assert wait_for(address, "quire_kv_cache_usage_ratio") == wait_for(address, "vllm:kv_cache_usage_perc")
+    assert wait_for(address, "sum(quire_kv_blocks) - sum(quire_kv_pool_blocks)") == 0
+    assert wait_for(address, 'quire_kv_blocks{state="cached"}') > 0
+    assert query(address, 'ALERTS{alertstate="firing"}') == []
+    rules = httpx.get(f"{address}/api/v1/rules").json()["data"]["groups"]
+    assert {rule["health"] for group in rules for rule in group["rules"]} == {"ok"}
+    assert httpx.get(f"{address}/api/v1/targets").json()["data"]["activeTargets"][0]["lastError"] == ""
+
+
+def test_a_busy_cache_is_seen(server: Served, address: str) -> None:
     """While long answers run, usage is above zero; after the last, broken off, it is zero again."""
-    with Served("--kv-memory", "8MiB") as server, prometheus(server.url.removeprefix("http://"), tmp_path) as address:
-        wait_for(address, 'up{job="quire"} == 1')
-        seen = threading.Event()
+    seen = threading.Event()
 
-        def answer_until_seen() -> None:
-            body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-            while not seen.is_set():
-                with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
-                    for _ in reply.iter_lines():
-                        if seen.is_set():
-                            break
+    def answer_until_seen() -> None:
+        body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+        while not seen.is_set():
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
+                for _ in reply.iter_lines():
+                    if seen.is_set():
+                        break
 
-        client = threading.Thread(target=answer_until_seen)
-        client.start()
-        try:
-            assert wait_for(address, "quire_kv_cache_usage_ratio > 0") > 0
-            assert wait_for(address, "vllm:num_requests_running > 0") == 1
-        finally:
-            seen.set()
-            client.join()
-        assert wait_for(address, "quire_kv_cache_usage_ratio == 0") == 0
-        assert wait_for(address, "vllm:num_requests_running == 0") == 0
+    client = threading.Thread(target=answer_until_seen)
+    client.start()
+    try:
+        assert wait_for(address, "quire_kv_cache_usage_ratio > 0") > 0
+        assert wait_for(address, "vllm:num_requests_running > 0") == 1
+    finally:
+        seen.set()
+        client.join()
+    assert wait_for(address, "quire_kv_cache_usage_ratio == 0") == 0
+    assert wait_for(address, "vllm:num_requests_running == 0") == 0
 
 
-def test_promtool_accepts_the_metrics_of_a_running_server_but_for_names_that_others_chose() -> None:
-    with Served() as server:
-        complete(server, max_tokens=4)
-        check_with_promtool(httpx.get(f"{server.url}/metrics").content)
+def test_promtool_accepts_the_metrics_of_a_running_server_but_for_names_that_others_chose(server: Served) -> None:
+    complete(server, max_tokens=4)
+    check_with_promtool(httpx.get(f"{server.url}/metrics").content)

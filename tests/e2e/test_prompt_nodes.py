@@ -18,7 +18,7 @@ from replicas.prompts import LEASE_SECONDS, Apart, Stream, Trouble, differences,
 
 pytestmark = pytest.mark.e2e
 
-NUM_STREAMS = 24
+NUM_STREAMS = 16
 
 
 @pytest.fixture(scope="module")

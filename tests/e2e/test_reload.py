@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from e2e.served import Served
-from e2e.streams import Streamed, client, stream
+from e2e.streams import Streamed, client, over_kills, stream
 from support.certificates import Certificates, make_certificates
 
 pytestmark = pytest.mark.e2e
@@ -190,22 +190,9 @@ def test_tokens_over_a_killed_engine_are_counted_once_and_survive_a_restart(tmp_
         return {name: row[name] for name in ("requests", "prompt_tokens", "output_tokens")}
 
     async def kill_under_streams(server: Served) -> None:
-        seen = [Streamed() for _ in range(8)]
-
-        async def one(http: httpx.AsyncClient, number: int) -> Streamed:
-            def on_chunk(told: Streamed) -> None:
-                seen[number] = told
-
-            return await stream(http, body(number, SHORT), headers=headers, on_chunk=on_chunk)
-
+        bodies = [body(number, SHORT) for number in range(8)]
         async with client(server.url) as http:
-            running = asyncio.gather(*(one(http, number) for number in range(8)))
-            for kill in (1, 2):
-                async with asyncio.timeout(300):
-                    while min(len(told.token_ids) for told in seen) < kill * SHORT // 3:  # noqa: ASYNC110
-                        await asyncio.sleep(0.01)
-                os.kill(server.engine().pid, signal.SIGKILL)
-            ended = await running
+            ended = await over_kills(server, http, bodies, [SHORT // 3, 2 * SHORT // 3], headers=headers)
         assert [(each.errors, len(each.token_ids)) for each in ended] == [([], SHORT)] * 8
 
     with Served("--tenants", str(tenants)) as server:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from typing import Any
 
 import pytest
 
 from e2e.served import Served
-from e2e.streams import Streamed, client, stream
+from e2e.streams import client, over_kills, stream
 
 pytestmark = pytest.mark.e2e
 
@@ -38,21 +36,8 @@ def test_kills_under_eight_streams(kills: int) -> None:
     async def body(server: Served) -> None:
         async with client(server.url) as http:
             solo = [await stream(http, request) for request in bodies()]
-            progress = [0] * 8
-
-            def watch(i: int) -> Any:
-                def on_chunk(seen: Streamed) -> None:
-                    progress[i] = len(seen.token_ids)
-
-                return on_chunk
-
-            tasks = [asyncio.create_task(stream(http, r, on_chunk=watch(i))) for i, r in enumerate(bodies())]
-            for kill in range(kills):
-                async with asyncio.timeout(300):
-                    while min(progress) < (kill + 1) * TOKENS // (kills + 1):  # noqa: ASYNC110
-                        await asyncio.sleep(0.01)
-                os.kill(server.engine().pid, signal.SIGKILL)
-            killed = await asyncio.gather(*tasks)
+            goals = [(kill + 1) * TOKENS // (kills + 1) for kill in range(kills)]
+            killed = await over_kills(server, http, bodies(), goals)
         for alone, resumed in zip(solo, killed, strict=True):
             assert resumed.errors == []
             assert resumed.token_ids == alone.token_ids

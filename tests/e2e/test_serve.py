@@ -21,7 +21,7 @@ import httpx
 import psutil
 import pytest
 
-from e2e.served import Served
+from e2e.served import LIMITED, Served
 from support.start_signals import MOMENTS, signal_at
 
 pytestmark = pytest.mark.e2e
@@ -63,21 +63,11 @@ def children_of(server: Served) -> list[psutil.Process]:
     return psutil.Process(server.process.pid).children(recursive=True)
 
 
-def test_it_says_what_it_serves_and_the_printed_call_works() -> None:
-    with Served() as server:
-        for words in ("KV cache", "weights", "sequences of 2,048 tokens"):
-            assert words in server.log()
-        command = re.search(r"try: (curl .*)", server.log())
-        assert command is not None
-        if shutil.which("curl") is None:
-            pytest.skip("needs curl")
-        reply = subprocess.run(shlex.split(command[1]), capture_output=True, text=True, timeout=60, check=True)
-        assert json.loads(reply.stdout)["choices"][0]["message"]["content"]
-
-
-def test_what_requests_leave_out_is_named_and_holds() -> None:
+def test_it_says_what_it_serves_and_what_requests_leave_out_and_the_printed_call_works() -> None:
     own = {"temperature": 0, "top_k": 20, "max_new_tokens": 12}
     with Served("--override-generation-config", json.dumps(own)) as server:
+        for words in ("KV cache", "weights", "sequences of 2,048 tokens"):
+            assert words in server.log()
         said = [line for line in server.log().splitlines() if "loading the model" not in line]
         numbers = "temperature 0, top_k 20, max_tokens 12"
         assert said[3].endswith(f"; defaults of requests: {numbers} (from --override-generation-config)")
@@ -92,6 +82,12 @@ def test_what_requests_leave_out_is_named_and_holds() -> None:
             assert reply["usage"]["completion_tokens"] <= 12
             replies.append(reply["choices"][0]["message"]["content"])
         assert replies == replies[:1] * 3
+        command = re.search(r"try: (curl .*)", server.log())
+        assert command is not None
+        if shutil.which("curl") is None:
+            pytest.skip("needs curl")
+        reply = subprocess.run(shlex.split(command[1]), capture_output=True, text=True, timeout=60, check=True)
+        assert json.loads(reply.stdout)["choices"][0]["message"]["content"]
 
 
 def test_work_longer_than_the_drain_ends_with_an_error_event() -> None:
@@ -144,25 +140,14 @@ def test_a_signal_at_any_moment_of_a_start_ends_it_in_one_line(moment: str, numb
     assert signal_at(moment, number).split()[0] in {"0", str(128 + number)}
 
 
-def test_json_logs_with_the_requests_id() -> None:
-    with Served("--log-format", "json", limits="log_stats_interval=0.2") as server:
-        httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "mine-1"}).raise_for_status()
-        body = {"prompt": "Once", "max_tokens": 64, "ignore_eos": True}
-        httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()
-        time.sleep(0.5)
-        records = [json.loads(line) for line in server.log().splitlines()]
-    assert any(record.get("request_id") == "mine-1" and record["status"] == 200 for record in records)
-    assert any("Avg generation throughput" in record["message"] for record in records)
-    assert {record["level"] for record in records} == {"info"}
-
-
-def test_a_unix_socket(tmp_path: Path) -> None:
-    path = tmp_path / "quire.sock"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "quire_server.cli", "serve", "--uds", str(path)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+def test_a_unix_socket_and_json_logs_with_the_requests_id(tmp_path: Path) -> None:
+    path, log = tmp_path / "quire.sock", tmp_path / "log"
+    with log.open("w") as written:
+        process = subprocess.Popen(
+            [sys.executable, LIMITED, "log_stats_interval=0.2", "serve", "--uds", str(path), "--log-format", "json"],
+            stdout=written,
+            stderr=subprocess.STDOUT,
+        )
     try:
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://quire") as client:
             deadline = time.monotonic() + 300
@@ -176,8 +161,17 @@ def test_a_unix_socket(tmp_path: Path) -> None:
                     pass
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
-            assert client.get("/v1/models").json()["data"][0]["id"] == "quire-demo"
+            named = {"x-request-id": "mine-1"}
+            assert client.get("/v1/models", headers=named).json()["data"][0]["id"] == "quire-demo"
+            body = {"prompt": "Once", "max_tokens": 64, "ignore_eos": True}
+            client.post("/v1/completions", json=body, timeout=60).raise_for_status()
+            while "Avg generation throughput" not in log.read_text():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
     finally:
         process.terminate()
         assert process.wait(20) == 0
     assert not path.exists()
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert any(record.get("request_id") == "mine-1" and record["status"] == 200 for record in records)
+    assert {record["level"] for record in records} == {"info"}

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from e2e.served import Served
-from e2e.streams import Streamed, client, stream
+from e2e.streams import client, over_kills, stream
 
 pytestmark = pytest.mark.e2e
 
@@ -103,6 +102,12 @@ def expected() -> list[tuple[int, Any]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def suffix() -> Iterator[Served]:
+    with Served("--speculation", "suffix", "--max-model-len", "1024") as started:
+        yield started
+
+
 VLLM_CONFIG = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5}'
 
 
@@ -137,28 +142,35 @@ def test_outputs_of_one_key_are_no_source_for_another() -> None:
     assert accepted[1] > 2 * max(accepted[0], accepted[2], accepted[3]) + 20, accepted
 
 
-def test_a_prediction_is_a_source_of_guesses_and_counted() -> None:
+def test_a_prediction_is_a_source_of_guesses_and_counted(suffix: Served) -> None:
     turns = [{"role": "user", "content": "What is the capital of France?"}]
     body: dict[str, Any] = {"messages": turns, "temperature": 0, "max_tokens": 40}
-    with Served("--speculation", "suffix") as server:
-        path = server.url + "/v1/chat/completions"
-        plain = httpx.post(path, json=body).json()
-        content = plain["choices"][0]["message"]["content"]
-        assert "accepted_prediction_tokens" not in plain["usage"]["completion_tokens_details"]
-        for prediction in (content, [{"type": "text", "text": content}]):
-            told = httpx.post(path, json=body | {"prediction": {"type": "content", "content": prediction}}).json()
-            assert told["choices"] == plain["choices"]
-            assert told["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
-        wrong = httpx.post(path, json=body | {"prediction": {"type": "content", "content": "?" * 200}}).json()
-        assert wrong["choices"] == plain["choices"]
-        assert wrong["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
-        refused = httpx.post(path, json=body | {"prediction": {"type": "other", "content": ""}})
-        assert refused.status_code == 400
+    path = suffix.url + "/v1/chat/completions"
+    plain = httpx.post(path, json=body).json()
+    content = plain["choices"][0]["message"]["content"]
+    assert "accepted_prediction_tokens" not in plain["usage"]["completion_tokens_details"]
+    for prediction in (content, [{"type": "text", "text": content}]):
+        told = httpx.post(path, json=body | {"prediction": {"type": "content", "content": prediction}}).json()
+        assert told["choices"] == plain["choices"]
+        assert told["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+    wrong = httpx.post(path, json=body | {"prediction": {"type": "content", "content": "?" * 200}}).json()
+    assert wrong["choices"] == plain["choices"]
+    assert wrong["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
+    refused = httpx.post(path, json=body | {"prediction": {"type": "other", "content": ""}})
+    assert refused.status_code == 400
 
 
-# A draft model's pool over preemptions: tests/model/test_speculation.py.
-@pytest.mark.parametrize("speculation", ["suffix", pytest.param("model:quire-demo", marks=pytest.mark.matrix)])
-def test_a_kill_under_guesses_changes_no_stream(speculation: str) -> None:
+def test_a_kill_under_guesses_changes_no_stream(suffix: Served) -> None:
+    asyncio.run(kill_under_guesses(suffix))
+
+
+@pytest.mark.matrix  # a draft model's pool over preemptions: tests/model/test_speculation.py
+def test_a_kill_under_a_draft_models_guesses_changes_no_stream() -> None:
+    with Served("--speculation", "model:quire-demo", "--max-model-len", "1024") as server:
+        asyncio.run(kill_under_guesses(server))
+
+
+async def kill_under_guesses(server: Served) -> None:
     wanted = [
         {
             "prompt": f"{PROMPT}{' 3,' * (number % 3)}",
@@ -172,45 +184,23 @@ def test_a_kill_under_guesses_changes_no_stream(speculation: str) -> None:
         }
         for number in range(8)
     ]
-
-    async def body(server: Served) -> None:
-        async with client(server.url) as http:
-            alone = await asyncio.gather(*(stream(http, request | {"speculation": False}) for request in wanted))
-            progress = [0] * len(wanted)
-
-            def watch(i: int) -> Any:
-                def on_chunk(seen: Streamed) -> None:
-                    progress[i] = len(seen.token_ids)
-
-                return on_chunk
-
-            tasks = [asyncio.create_task(stream(http, r, on_chunk=watch(i))) for i, r in enumerate(wanted)]
-            async with asyncio.timeout(300):
-                while min(progress) < 40:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-            os.kill(server.engine().pid, signal.SIGKILL)
-            for one, other in zip(alone, await asyncio.gather(*tasks), strict=True):
-                assert other.errors == []
-                assert (other.token_ids, other.logprobs, other.text) == (one.token_ids, one.logprobs, one.text)
-        assert server.metric("quire_engine_restarts_total") == 1
-        server.wait_idle()
-
-    with Served("--speculation", speculation, "--max-model-len", "1024") as server:
-        asyncio.run(body(server))
+    async with client(server.url) as http:
+        alone = await asyncio.gather(*(stream(http, request | {"speculation": False}) for request in wanted))
+        for one, other in zip(alone, await over_kills(server, http, wanted, [40]), strict=True):
+            assert other.errors == []
+            assert (other.token_ids, other.logprobs, other.text) == (one.token_ids, one.logprobs, one.text)
+    assert server.metric("quire_engine_restarts_total") == 1
+    server.wait_idle()
 
 
+# The tokens of a draft model: tests/model/test_speculation.py. What vLLM's flags are in ours is told in unit tests.
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "flags",
     [
         ("--speculation", "model:quire-demo"),
-        # What vLLM's flags are in ours is told without a server in unit tests.
-        *(
-            pytest.param(flags, marks=pytest.mark.matrix)
-            for flags in (
-                ("--speculative-config", '{"model": "quire-demo", "num_speculative_tokens": 3}'),
-                ("--spec-method", "draft_model", "--spec-model", "quire-demo"),
-            )
-        ),
+        ("--speculative-config", '{"model": "quire-demo", "num_speculative_tokens": 3}'),
+        ("--spec-method", "draft_model", "--spec-model", "quire-demo"),
     ],
 )
 def test_a_draft_model_has_the_answers_without_guesses(expected: Any, flags: tuple[str, ...]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-PATIENCE = 60.0  # seconds until a moment has come, and until a start has ended
+PATIENCE = 300.0  # seconds until a moment has come, and until a start has ended: only a hang takes as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def signal_at(moment: str, number: signal.Signals) -> str:
             said = start.log.read_text()
             assert "Traceback" not in said, said
             assert said.count(f"ended by {number.name}") + said.count(f"received {number.name}") == 1, said
-            _, alive = psutil.wait_procs(children, timeout=10)
+            _, alive = psutil.wait_procs(children, timeout=PATIENCE)
             assert not alive, alive
             return f"{code} {said.splitlines()[-1]}"
         finally:

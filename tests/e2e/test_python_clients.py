@@ -1,10 +1,11 @@
-"""The official `openai` package against a real server: sync, async, streams, logprobs, errors, retries."""
+"""The official `openai` and `ollama` packages for Python against one real server: streams, tools, errors, retries."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
 
+import ollama
 import openai
 import pytest
 
@@ -13,6 +14,10 @@ from e2e.served import Served
 pytestmark = pytest.mark.e2e
 
 KEY = "test-key"
+MODEL = "quire-demo"
+QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
+GREEDY = {"temperature": 0, "num_predict": 60}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +155,80 @@ def test_breaking_off_a_stream_frees_its_seat(server: Served, api: openai.OpenAI
     stream.close()
     server.wait_idle()
     assert server.metric("quire_requests_total", outcome="abort") == before + 1, "it did not run to its end"
+
+
+def get_weather(city: str) -> str:
+    """Get the current weather of a city.
+
+    Args:
+        city: The name of the city.
+    """
+    return f'{{"city": "{city}", "temperature": 18, "condition": "sunny"}}'
+
+
+@pytest.fixture(scope="module")
+def by_ollama(server: Served) -> ollama.Client:
+    return ollama.Client(host=server.url, headers={"Authorization": "Bearer test-key"}, timeout=120)
+
+
+def test_an_ollama_chat_and_its_stream_agree(by_ollama: ollama.Client) -> None:
+    whole = by_ollama.chat(model=MODEL, messages=QUESTION, options=GREEDY, keep_alive="5m")
+    assert "Tokyo" in (whole.message.content or "")
+    assert (whole.done, whole.done_reason) == (True, "stop")
+    parts = list(by_ollama.chat(model=MODEL, messages=QUESTION, options=GREEDY, stream=True))
+    assert "".join(part.message.content or "" for part in parts) == whole.message.content
+    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert (parts[-1].eval_count, parts[-1].prompt_eval_count) == (whole.eval_count, whole.prompt_eval_count)
+
+
+def test_ollama_generates(by_ollama: ollama.Client) -> None:
+    whole = by_ollama.generate(model=MODEL, prompt="Once upon a time", raw=True, options=GREEDY)
+    parts = by_ollama.generate(model=MODEL, prompt="Once upon a time", raw=True, options=GREEDY, stream=True)
+    assert "".join(part.response for part in parts) == whole.response
+    asked = by_ollama.generate(model=MODEL, prompt="What is the capital of Japan?", options=GREEDY)
+    assert "Tokyo" in asked.response
+
+
+def test_a_tool_of_ollama_is_called_and_its_result_told(by_ollama: ollama.Client) -> None:
+    messages: list = [{"role": "user", "content": "What is the weather in Paris?"}]
+    options = {"temperature": 0, "num_predict": 200}
+    first = by_ollama.chat(model=MODEL, messages=messages, tools=[get_weather], options=options)
+    (call,) = first.message.tool_calls or ()
+    assert (call.function.name, call.function.arguments) == ("get_weather", {"city": "Paris"})
+    parts = by_ollama.chat(model=MODEL, messages=messages, tools=[get_weather], options=options, stream=True)
+    assert [each.function for part in parts for each in part.message.tool_calls or ()] == [call.function]
+    messages += [first.message, {"role": "tool", "tool_name": "get_weather", "content": get_weather("Paris")}]
+    second = by_ollama.chat(model=MODEL, messages=messages, tools=[get_weather], options=options)
+    assert "18" in (second.message.content or "")
+
+
+def test_thinking_and_forms_of_ollama(by_ollama: ollama.Client) -> None:
+    thought = by_ollama.chat(model=MODEL, messages=QUESTION, think=True, options={**GREEDY, "num_predict": 200})
+    assert thought.message.thinking
+    plain = by_ollama.chat(model=MODEL, messages=QUESTION, think=False, options=GREEDY)
+    assert not plain.message.thinking
+    formed = by_ollama.chat(model=MODEL, messages=QUESTION, format=SCHEMA, options=GREEDY)
+    assert formed.message.content is not None
+    assert formed.message.content.startswith("{")
+
+
+def test_vectors_lists_and_details_of_ollama(by_ollama: ollama.Client) -> None:
+    made = by_ollama.embed(model=MODEL, input=["one", "two"])
+    assert len(made.embeddings) == 2
+    assert list(by_ollama.embeddings(model=MODEL, prompt="one").embedding) == list(made.embeddings[0])
+    assert [each.model for each in by_ollama.list().models] == [MODEL]
+    (running,) = by_ollama.ps().models
+    assert running.context_length == 2048
+    shown = by_ollama.show(MODEL)
+    assert {"completion", "tools"} <= set(shown.capabilities or ())
+    assert shown.template
+
+
+def test_errors_of_ollama(server: Served, by_ollama: ollama.Client) -> None:
+    with pytest.raises(ollama.ResponseError, match="does not exist") as caught:
+        by_ollama.chat(model="llama3", messages=QUESTION)
+    assert caught.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match="see /api/tags"):
+        by_ollama.pull("llama3")
+    with pytest.raises(ollama.ResponseError, match="API key"):
+        ollama.Client(host=server.url).chat(model=MODEL, messages=QUESTION)
