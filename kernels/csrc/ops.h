@@ -77,6 +77,9 @@ QUIRE_API const Layout* quire_layouts();
 // The instruction set in use, as quire_kernels/cpu/variants.py names it.
 QUIRE_API const char* quire_variant();
 
+// The names of the activations in the order of their numbers, separated by spaces.
+QUIRE_API const char* quire_activations();
+
 // `threads` workers, the calling thread included; worker i > 0 is pinned to cpus[i] if `cpus` is given. Null where the
 // system refuses them.
 QUIRE_API Context* quire_create(int32_t threads, const int32_t* cpus);

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quire_kernels.activations import Activation
 from quire_kernels.low_rank import LowRank, LowRankExperts, LowRankMatrix, PlacedOps
 from quire_kernels.packed_form import PackedForm
 from quire_kernels.ranks import Collective
@@ -135,9 +136,6 @@ class AttentionShape:
         return self.q_norm is not None and self.q_norm.numel() == self.num_heads * self.head_dim != self.head_dim
 
 
-# The activation of a gate, which multiplies up: silu; gelu by its tanh approximation; or gpt-oss's x sigmoid(1.702 x)
-# of a gate of at most 7, which multiplies up + 1 with up in -7..7.
-Activation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
 # How logits become experts' scores.
 Scoring = Literal["softmax", "sigmoid"]
 

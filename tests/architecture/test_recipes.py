@@ -25,18 +25,17 @@ from architecture.test_contributing import LOOKS_LIKE_A_PATH, section
 from quire_engine.contract import config
 from quire_engine.contract.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, VictimName
 from quire_engine.contract.types import SamplingParams
-from quire_engine.execution.models import config as models_config
 from quire_engine.execution.models import families
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.scheduling.policies import VICTIMS, Policies, policies_for
 from quire_kernels import kernel_set
+from quire_kernels.activations import DEFINITIONS, Activation, gated
 from quire_kernels.cpu.linear import GATES
 from quire_kernels.cpu.packing import KINDS
 from quire_kernels.cpu.stored import STACKED, STORED_KINDS
 from quire_kernels.cpu.variants import VARIANTS
 from quire_kernels.kernel_set import KernelSet
 from quire_kernels.reference import REFERENCE
-from quire_kernels.reference.linear import gated
 from quire_kernels.select import PROVIDERS
 from quire_server import app, flags
 from quire_server.answering.answer import answer
@@ -258,11 +257,9 @@ def test_a_victim_is_chosen_by_its_name(name: VictimName):
 
 
 def test_an_activation_has_one_name_and_one_number():
-    header = (CSRC / "gemm" / "gemm.h").read_text("utf-8")
-    numbers = {name: int(number) for name, number in re.findall(r"k(\w+)Mul = (\d)", header)}
-    assert numbers == {"".join(map(str.capitalize, gate.name[:-4].split("_"))): gate for gate in GATES.values()}
-    names = set(get_args(kernel_set.Activation))
-    assert set(GATES) == set(get_args(models_config.Activation)) == names
+    header = (CSRC / "gemm" / "activations.h").read_text("utf-8")
+    names = get_args(Activation)
+    assert tuple(re.findall(r'each\(k\w+Mul, "(\w+)", \w+\)', header)) == tuple(GATES) == tuple(DEFINITIONS) == names
     x = torch.linspace(-3.0, 3.0, 16)
     assert len({tuple(gated(x, x, name).tolist()) for name in names}) == len(names), "each has its definition"
 

@@ -8,11 +8,13 @@ import shutil
 import subprocess
 from ctypes import c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from quire_kernels.cpu import compiler, library, signatures
+from quire_kernels.cpu import compiler, library, linear, signatures
 from quire_kernels.cpu.compiler import CompilationError, KernelBuildError
+from quire_kernels.cpu.ops import cpu_kernel_set
 from quire_kernels.cpu.variants import compilable_variants, usable_variants
 
 SOURCES = library._source_folder()
@@ -74,6 +76,12 @@ def test_a_structure_that_one_side_lacks_is_refused(monkeypatch):
     monkeypatch.delitem(signatures.STRUCTURES, "KvPool")
     with pytest.raises(KernelBuildError, match=r"struct KvPool is .* in C\+\+ and None in Python"):
         library.load_library(usable_variants()[0])
+
+
+def test_activations_of_other_names_than_the_compiled_ones_are_refused(monkeypatch):
+    monkeypatch.setattr(linear, "Activation", Literal["silu", "gelu_tanh", "nap"])
+    with pytest.raises(ValueError, match=r"the activations are .*swiglu_clamped.* in C\+\+ and .*nap.* in Python"):
+        cpu_kernel_set(1, None, library=library.load_library(usable_variants()[0]))
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from quire_kernels.activations import Activation
 from quire_kernels.cpu.stored import STACKED
 from quire_kernels.cpu.variants import usable_variants
-from quire_kernels.kernel_set import Activation, ExpertMatrices, Norm, Routing, expert_rows
+from quire_kernels.kernel_set import ExpertMatrices, Norm, Routing, expert_rows
 from quire_kernels.reference.experts import choose
 from quire_kernels.stored import joined
 from support.cpu_linear import EPS, KINDS, kernel_set

@@ -8,7 +8,8 @@ from typing import get_args
 import pytest
 import torch
 
-from quire_kernels.kernel_set import Activation, Norm, Routing
+from quire_kernels.activations import Activation
+from quire_kernels.kernel_set import Norm, Routing
 from quire_kernels.reference import REFERENCE, experts
 from support.experts import expected, packed, random_block
 

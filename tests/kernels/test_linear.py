@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import get_args
+
 import pytest
 import torch
 
+from quire_kernels.activations import Activation
 from quire_kernels.kernel_set import Norm
 from quire_kernels.reference import REFERENCE, linear
+from support.activations import EXPECTED
 from support.model_steps import DEVICES
 
 EPS = 1e-5
@@ -33,6 +38,10 @@ def _operands(columns: int, rows: int, dtype: torch.dtype, num_rows: int = 70, d
     return tuple(tensor.to(device, dtype) for tensor in tensors)
 
 
+def _gate_up(norm: torch.Tensor, pair: linear.Linear, activation: Activation, x: torch.Tensor, *_) -> torch.Tensor:
+    return REFERENCE.norm_gate_up(x, Norm(norm, EPS), pair, activation)
+
+
 def _ops(columns: int, rows: int, dtype: torch.dtype):
     """Each op as a function of the rows alone: of x [M, K] and a residual [M, N]."""
     _, norm, weight, bias, _ = _operands(columns, rows, dtype)
@@ -40,9 +49,8 @@ def _ops(columns: int, rows: int, dtype: torch.dtype):
     gate_up = REFERENCE.pack_gate_up(weight, weight.flip(0), torch.cat([bias, bias.flip(0)]))
     return {
         "norm_linear": lambda x, _: REFERENCE.norm_linear(x, Norm(norm, EPS), biased),
-        "norm_gate_up": lambda x, _: REFERENCE.norm_gate_up(x, Norm(norm, EPS), gate_up, "silu"),
+        **{f"norm_gate_up {each}": partial(_gate_up, norm, gate_up, each) for each in get_args(Activation)},
         "linear_add": lambda x, residual: REFERENCE.linear_add(x, plain, residual.clone()),
-        "norm_gate_up by gelu": lambda x, _: REFERENCE.norm_gate_up(x, Norm(norm, EPS), gate_up, "gelu_tanh"),
         "norm_linear by a wide norm": lambda x, _: REFERENCE.norm_linear(x, Norm(norm.float(), EPS), biased),
         "norm_linear by a centred norm": lambda x, _: REFERENCE.norm_linear(x, Norm(norm.float(), EPS, True), biased),
         "mul_sigmoid": lambda x, _: REFERENCE.mul_sigmoid(x, x.flip(1)),
@@ -64,18 +72,10 @@ def test_each_op_computes_its_definition(dtype, device):
     pair = REFERENCE.pack_gate_up(weight, weight.flip(0), gate_only_bias)
     cases = {
         "norm_linear": (REFERENCE.norm_linear(x, Norm(norm, EPS), REFERENCE.pack_linear(weight, bias)), gate),
-        "norm_gate_up": (
-            REFERENCE.norm_gate_up(x, Norm(norm, EPS), pair, "silu"),
-            gate * torch.sigmoid(gate) * up,
-        ),
-        "norm_gate_up by gelu": (
-            REFERENCE.norm_gate_up(x, Norm(norm, EPS), pair, "gelu_tanh"),
-            torch.nn.functional.gelu(gate, approximate="tanh") * up,
-        ),
-        "norm_gate_up by the clamped swiglu": (
-            REFERENCE.norm_gate_up(x, Norm(norm, EPS), pair, "swiglu_clamped"),
-            gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)) * (up.clamp(-7, 7) + 1),
-        ),
+        **{
+            f"norm_gate_up {each}": (_gate_up(norm, pair, each, x), EXPECTED[each].gated(gate, up))
+            for each in get_args(Activation)
+        },
         "norm_linear by a wide norm": (
             REFERENCE.norm_linear(x, Norm(norm.float(), EPS), REFERENCE.pack_linear(weight, bias)),
             gate,

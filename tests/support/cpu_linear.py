@@ -7,11 +7,12 @@ Must not know: how the kernels compute.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from quire_kernels.activations import Activation
 from quire_kernels.cpu.library import load_library
 from quire_kernels.cpu.ops import cpu_kernel_set
 from quire_kernels.cpu.variants import VARIANTS
@@ -21,6 +22,7 @@ EPS = 1e-5
 FLOAT32_ROUNDING = 2.0**-24
 BF16_ROUNDING = 2.0**-8
 KINDS = (None, "int8", "int4")
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 # N, K: one panel, remainders of lanes and panels, odd columns, several panels, more columns than a cached slice holds.
 SHAPES = ((64, 32), (2, 16), (130, 33), (96, 100), (200, 1024), (40, 8352))
 
@@ -72,9 +74,7 @@ def apply_ops(kernels: KernelSet, given: Operands, plain, biased, gate_up) -> di
         "norm_linear": kernels.norm_linear(x, Norm(norm, EPS), biased),
         "norm_linear_wide": kernels.norm_linear(x, Norm(norm.float(), EPS), plain),
         "project": kernels.norm_linear(x, None, plain),
-        "norm_gate_up": kernels.norm_gate_up(x, Norm(norm, EPS), gate_up, "silu"),
-        "norm_gate_up_gelu": kernels.norm_gate_up(x, Norm(norm, EPS), gate_up, "gelu_tanh"),
-        "norm_gate_up_swiglu": kernels.norm_gate_up(x, Norm(norm, EPS), gate_up, "swiglu_clamped"),
+        **{f"norm_gate_up {each}": kernels.norm_gate_up(x, Norm(norm, EPS), gate_up, each) for each in ACTIVATIONS},
         "linear_add": kernels.linear_add(x, plain, residual.clone(), 1.0),
         "linear_add_bias": kernels.linear_add(x, biased, residual.clone(), 1.0),
         "linear_add_part": kernels.linear_add(x, plain, residual.clone(), 0.22),

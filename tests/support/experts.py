@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire_kernels.kernel_set import Activation, ExpertMatrices, KernelSet, Routing, expert_rows
+from quire_kernels.activations import Activation
+from quire_kernels.kernel_set import ExpertMatrices, KernelSet, Routing, expert_rows
+from support.activations import EXPECTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +89,7 @@ def expected(rows: Tensor, index: Tensor, weights: Tensor, block: Block, activat
             gate, up = (matrix[expert].double() @ rows[row] for matrix in (block.gate, block.up))
             if block.gate_bias is not None and block.up_bias is not None:
                 gate, up = gate + block.gate_bias[expert], up + block.up_bias[expert]
-            if activation == "swiglu_clamped":
-                gate = gate.clamp(max=7.0)
-                inner = gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)
-            else:
-                inner = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+            inner = EXPECTED[activation].gated(gate, up)
             found = block.down[expert].double() @ inner
             total[row] += weight * (found if block.down_bias is None else found + block.down_bias[expert])
     return total

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire_kernels.activations import Activation
 from quire_kernels.adapter_places import AdapterPlaces, PlacedMatrix, place_bytes
-from quire_kernels.kernel_set import Activation, AdaptedOps, Addend, Norm
+from quire_kernels.kernel_set import AdaptedOps, Addend, Norm
 from quire_kernels.low_rank import LowRankMatrix, LowRankPart, PlacedOps
 from quire_kernels.reference import REFERENCE
 from quire_kernels.reference.linear import Linear

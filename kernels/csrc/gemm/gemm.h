@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "gemm/activations.h"
 #include "gemm/gemm_deal.h"
 #include "gemm/low_rank.h"
 #include "runtime/pool.h"
@@ -13,17 +14,17 @@
 
 namespace quire {
 
-// Of a gate-up pair one of kSiluMul, kGeluMul and kSwigluMul: what becomes of the gate before it multiplies, with the
-// last one also of up.
 enum class Epilogue : int32_t {
-  kStore = 0,
-  kStoreFloat = 1,
-  kAdd = 2,
-  kSiluMul = 3,
-  kGeluMul = 4,
-  kBest = 5,
-  kSwigluMul = 6,
+  kStore,
+  kStoreFloat,
+  kAdd,
+  kBest,
+#define QUIRE_MEMBER(member, name, function) member,
+  QUIRE_ACTIVATIONS(QUIRE_MEMBER)  // of a gate-up pair: what becomes of both
+#undef QUIRE_MEMBER
 };
+
+constexpr bool is_gated(Epilogue epilogue) { return epilogue > Epilogue::kBest; }
 
 // The largest value of a row among the panels that one worker has seen, and the first column that holds it.
 struct Best {

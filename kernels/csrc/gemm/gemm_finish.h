@@ -89,15 +89,16 @@ inline void keep_best(const Vec* value, int64_t first, int64_t columns, uint64_t
 // What a gate-up pair's epilogue makes of both.
 template <Epilogue kEpilogue>
 inline Vec gated(Vec gate, Vec up) {
-  if constexpr (kEpilogue == Epilogue::kSwigluMul) return vswiglu(gate, up);
-  return vmul(kEpilogue == Epilogue::kGeluMul ? vgelu(gate) : vsilu(gate), up);
+#define QUIRE_GATED(member, name, function) \
+  if constexpr (kEpilogue == Epilogue::member) return function(gate, up);
+  QUIRE_ACTIVATIONS(QUIRE_GATED)
+#undef QUIRE_GATED
 }
 
 template <typename Kind, Epilogue kEpilogue>
 void finish(const Linear& w, const Rows& rows, const Output& out, int64_t row, int64_t live, int64_t panel,
             const float* sums) {
-  constexpr bool kGated =
-      kEpilogue == Epilogue::kSiluMul || kEpilogue == Epilogue::kGeluMul || kEpilogue == Epilogue::kSwigluMul;
+  constexpr bool kGated = is_gated(kEpilogue);
   constexpr int kOut = kGated ? kVecs / 2 : kVecs;
   const int64_t first = panel * kOut * kLanes, columns = kGated ? w.n / 2 : w.n;
   const Scaled<Kind> scaled(w, rows, panel);
@@ -140,10 +141,11 @@ inline void finish_tile(const Linear& multiplied, const Rows& rows, const Output
     case Epilogue::kStore: return finish<Kind, Epilogue::kStore>(w, rows, out, row, live, panel, sums);
     case Epilogue::kStoreFloat: return finish<Kind, Epilogue::kStoreFloat>(w, rows, out, row, live, panel, sums);
     case Epilogue::kAdd: return finish<Kind, Epilogue::kAdd>(w, rows, out, row, live, panel, sums);
-    case Epilogue::kSiluMul: return finish<Kind, Epilogue::kSiluMul>(w, rows, out, row, live, panel, sums);
-    case Epilogue::kGeluMul: return finish<Kind, Epilogue::kGeluMul>(w, rows, out, row, live, panel, sums);
-    case Epilogue::kSwigluMul: return finish<Kind, Epilogue::kSwigluMul>(w, rows, out, row, live, panel, sums);
-    default: return finish<Kind, Epilogue::kBest>(w, rows, out, row, live, panel, sums);
+#define QUIRE_CASE(member, name, function) \
+  case Epilogue::member: return finish<Kind, Epilogue::member>(w, rows, out, row, live, panel, sums);
+      QUIRE_ACTIVATIONS(QUIRE_CASE)
+#undef QUIRE_CASE
+    case Epilogue::kBest: return finish<Kind, Epilogue::kBest>(w, rows, out, row, live, panel, sums);
   }
 }
 

@@ -1,6 +1,7 @@
 // The C interface that does not belong to an op: contexts, and what this library was compiled for.
 //
 // Owns the life of a context. Promises: a null context instead of an exception. Must not know: any op.
+#include "gemm/activations.h"
 #include "ops.h"
 #include "runtime/context.h"
 #include "simd/simd.h"
@@ -8,6 +9,10 @@
 namespace quire {
 
 QUIRE_API const char* quire_variant() { return kVariant; }
+
+#define QUIRE_NAME(member, name, function) name " "
+QUIRE_API const char* quire_activations() { return QUIRE_ACTIVATIONS(QUIRE_NAME); }
+#undef QUIRE_NAME
 
 QUIRE_API Context* quire_create(int32_t threads, const int32_t* cpus) {
   try {

@@ -222,26 +222,4 @@ inline Vec vexp2(Vec x) {
   return vscale2(p, n);
 }
 
-// x * sigmoid(x). Below -1e4 that is 0, though e^-x as computed has an end. NaN stays NaN, see vexp.
-inline Vec vsilu(Vec x) {
-  const Vec bounded = vmax(vset(-1e4f), x);
-  return vdiv(bounded, vadd(vset(1.0f), vexp(vsub(vzero(), bounded))));
-}
-
-// x (1 + tanh(z)) / 2 with z = sqrt(2 / pi) (x + 0.044715 x^3), which is x * sigmoid(2 z).
-inline Vec vgelu(Vec x) {
-  const Vec bounded = vmax(vset(-1e4f), x);
-  const Vec cubic = vmul(vmul(bounded, bounded), bounded);
-  const Vec twice = vmul(vset(1.5957691216f), vfma(vset(0.044715f), cubic, bounded));
-  return vdiv(bounded, vadd(vset(1.0f), vexp(vsub(vzero(), twice))));
-}
-
-// gpt-oss's: g * sigmoid(1.702 g) * (u + 1), g at most 7 and u within -7..7. NaN stays NaN, see vexp.
-inline Vec vswiglu(Vec gate, Vec up) {
-  const Vec bounded = vmax(vset(-1e4f), vmin(vset(7.0f), gate));
-  const Vec grown = vexp(vmul(vset(-1.702f), bounded));
-  const Vec factor = vadd(vmax(vset(-7.0f), vmin(vset(7.0f), up)), vset(1.0f));
-  return vmul(vdiv(bounded, vadd(vset(1.0f), grown)), factor);
-}
-
 }  // namespace quire

@@ -9,42 +9,42 @@ from __future__ import annotations
 import ctypes
 from ctypes import byref
 from enum import IntEnum
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from quire_kernels.activations import Activation
 from quire_kernels.cpu.context import Context
 from quire_kernels.cpu.low_rank import BoundAdapter, addend_args, bind_adapter, pack_low_rank
 from quire_kernels.cpu.packing import PackedLinear
 from quire_kernels.cpu.ranks import raise_for_lost
 from quire_kernels.cpu.signatures import NormArgs
 from quire_kernels.cpu.stored import STORED_KINDS, OffsetForm
-from quire_kernels.kernel_set import Activation, AdaptedOps, Addend, Norm
+from quire_kernels.kernel_set import AdaptedOps, Addend, Norm
 
 _BF16 = torch.bfloat16
 
 
 class Epilogue(IntEnum):
-    """`enum class Epilogue`, as far as an op names one."""
+    """`enum class Epilogue`, as far as an op names one, without the activations."""
 
     STORE = 0
     STORE_FLOAT = 1
-    SILU_MUL = 3
-    GELU_MUL = 4
-    SWIGLU_MUL = 6
 
 
-GATES: dict[Activation, Epilogue] = {
-    "silu": Epilogue.SILU_MUL,
-    "gelu_tanh": Epilogue.GELU_MUL,
-    "swiglu_clamped": Epilogue.SWIGLU_MUL,
-}
+_FIRST_GATE = 4  # of `Epilogue`, behind those that are no activation
+GATES: dict[Activation, int] = {name: _FIRST_GATE + place for place, name in enumerate(get_args(Activation))}
 
 
 class LinearOps:
     """Projections, fused with the norm before them and the op after them."""
 
     def __init__(self, context: Context) -> None:
+        """ValueError where the library was compiled with other activations."""
+        compiled = tuple(context.library.quire_activations().decode().split())
+        if compiled != get_args(Activation):
+            raise ValueError(f"the activations are {compiled} in C++ and {get_args(Activation)} in Python")
         self._context = context  # keeps the workers
         self._handle = context.handle
         self._norm_linear = context.library.quire_norm_linear
@@ -141,13 +141,13 @@ class LinearOps:
         return x
 
     def _normed(
-        self, x: Tensor, norm: Norm | None, w: PackedLinear, epilogue: Epilogue, addend: Addend | None = None
+        self, x: Tensor, norm: Norm | None, w: PackedLinear, epilogue: int, addend: Addend | None = None
     ) -> Tensor:
         x = rows_of(x, w.num_inputs)
         if w.gate_up != (epilogue in GATES.values()):
             raise ValueError("a gate-up pair has an activation, and no other matrix has one")
         rows = x.shape[0]
-        dtype = torch.float32 if epilogue is Epilogue.STORE_FLOAT else _BF16
+        dtype = torch.float32 if epilogue == Epilogue.STORE_FLOAT else _BF16
         out = torch.empty(rows, w.num_outputs, dtype=dtype)
         arguments = None if norm is None else byref(norm_args(norm, w.num_inputs))
         added = None if addend is None else byref(addend_args(addend, w, rows))

@@ -205,6 +205,7 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "quire_layouts": (POINTER(_Layout), ()),
     "quire_variant": (c_char_p, ()),
+    "quire_activations": (c_char_p, ()),
     "quire_create": (c_void_p, (c_int32, c_void_p)),
     "quire_destroy": (None, (c_void_p,)),
     "quire_threads": (c_int32, (c_void_p,)),

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire_kernels.activations import gated
 from quire_kernels.kernel_set import ExpertMatrices, Norm, Routing, expert_rows
-from quire_kernels.reference.linear import Linear, by_tiles, gated, normed, project
+from quire_kernels.reference.linear import Linear, by_tiles, normed, project
 
 # An expert's results for the rows [R] of rows [T, H] that chose it: (rows, chosen, expert, experts) -> [R, H].
 Compute: TypeAlias = Callable[[Tensor, Tensor, int, ExpertMatrices], Tensor]

@@ -17,7 +17,6 @@ here, into shares that do not depend on the threads, and each share is computed 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -27,13 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire_kernels.kernel_set import Activation, Norm
+from quire_kernels.activations import Activation, gated
+from quire_kernels.kernel_set import Norm
 from quire_kernels.stored import StoredMatrix
 
 # Decode batches are small, so a small tile; at 16 rows a product costs about as much as at one.
 TILE = 16
-_GELU = math.sqrt(2.0 / math.pi)  # of its tanh approximation (Hendrycks & Gimpel 2016, arXiv:1606.08415)
-_SWIGLU_ALPHA, _SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss
 # Columns per share. Small matrices are one share, which costs nothing; large ones keep many threads busy.
 SHARE = 512
 
@@ -75,27 +73,6 @@ def norm_gate_up(x: Tensor, norm: Norm | None, w: Linear, activation: Activation
         return gated(gate, up, activation).to(x.dtype)
 
     return by_tiles(compute, x)
-
-
-def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """The activation of the gate times up, of float32 or wider."""
-    return activate(gate, activation) * times(up, activation)
-
-
-def times(up: Tensor, activation: Activation) -> Tensor:
-    """The factor of the activated gate."""
-    return up.clamp(-_SWIGLU_LIMIT, _SWIGLU_LIMIT) + 1.0 if activation == "swiglu_clamped" else up
-
-
-def activate(gate: Tensor, activation: Activation) -> Tensor:
-    """Apply an activation to float32 or wider by its definition: F.silu rounds an array's last elements otherwise."""
-    if activation == "swiglu_clamped":
-        gate = gate.clamp(max=_SWIGLU_LIMIT)
-        return gate / (1.0 + torch.exp(-_SWIGLU_ALPHA * gate))
-    if activation == "gelu_tanh":
-        # 0.5 (1 + tanh(z)) is 1 / (1 + exp(-2 z))
-        return gate / (1.0 + torch.exp(-2.0 * _GELU * (gate + 0.044715 * gate * gate * gate)))
-    return gate / (1.0 + torch.exp(-gate))
 
 
 def linear_add(x: Tensor, w: Linear, residual: Tensor, scale: float = 1.0) -> Tensor:

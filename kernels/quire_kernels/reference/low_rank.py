@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire_kernels.activations import Activation, gated
 from quire_kernels.kernel_set import (
-    Activation,
     AdaptedOps,
     Addend,
     ExpertMatrices,
@@ -23,7 +23,7 @@ from quire_kernels.kernel_set import (
 from quire_kernels.low_rank import LowRankExperts, LowRankMatrix
 from quire_kernels.reference import experts as of_experts
 from quire_kernels.reference import linear
-from quire_kernels.reference.linear import Linear, by_tiles, gated, normed
+from quire_kernels.reference.linear import Linear, by_tiles, normed
 
 
 class DenseLowRank(NamedTuple):

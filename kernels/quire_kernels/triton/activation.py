@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire_kernels.kernel_set import Activation
+from quire_kernels.activations import Activation
 
 _BLOCK = 1024  # columns of a program: eight for each thread of four warps, one wide load
 
@@ -17,7 +17,8 @@ _BLOCK = 1024  # columns of a program: eight for each thread of four warps, one 
 @triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr):
     """activation(gate) * up of float32 numbers, by the activations' definitions."""
-    inner = -gate
+    if ACTIVATION == "silu":  # of another name `inner` is not defined, which ends the compilation
+        inner = -gate
     if ACTIVATION == "gelu_tanh":
         inner = -1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # -2 sqrt(2 / pi)
     if ACTIVATION == "swiglu_clamped":  # NaN stays NaN

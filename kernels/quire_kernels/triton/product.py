@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire_kernels.kernel_set import Activation
+from quire_kernels.activations import Activation
 from quire_kernels.reference.linear import Linear
 from quire_kernels.triton.activation import activated
 

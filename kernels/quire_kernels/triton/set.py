@@ -26,9 +26,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire_kernels.activations import Activation
 from quire_kernels.adapter_places import AdapterPlaces, place_bytes
 from quire_kernels.kernel_set import (
-    Activation,
     AdaptedOps,
     Addend,
     BoundDecodes,

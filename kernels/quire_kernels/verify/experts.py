@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire_kernels.kernel_set import Activation, ExpertMatrices, Norm, Routing, Scoring, expert_rows
+from quire_kernels.activations import DEFINITIONS, Activation
+from quire_kernels.kernel_set import ExpertMatrices, Norm, Routing, Scoring, expert_rows
 from quire_kernels.reference.experts import choose
-from quire_kernels.reference.linear import activate, times
 from quire_kernels.verify import tolerance
 from quire_kernels.verify.findings import Check, Outcome, Subject, close, compared_alone, same, together
 from quire_kernels.verify.operands import Source
@@ -330,9 +330,9 @@ class ExpertChecks:
 
     def _expert(self, rows: Tensor, expert: int) -> _Result:
         """One expert's results, rounded as they are stored between its products."""
-        dtype, kind = self._subject.dtype, self._sizes.activation
+        dtype, definition = self._subject.dtype, DEFINITIONS[self._sizes.activation]
         gate, up = (self._project(rows, side[expert], bias[expert]) for side, bias in self._sides)
-        factor, active = times(up.value, kind), activate(gate.value, kind)
+        factor, active = definition.factor(up.value), definition.activate(gate.value)
         inner = active * factor
         error = _STEEPEST * gate.bound * (factor.abs() + up.bound) + active.abs() * up.bound
         error = error + tolerance.rounded(inner, dtype) + tolerance.float32_sum(8, inner.abs())

@@ -14,9 +14,10 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from quire_kernels.kernel_set import Activation, LinearWeight, Norm
+from quire_kernels.activations import DEFINITIONS, Activation
+from quire_kernels.kernel_set import LinearWeight, Norm
 from quire_kernels.reference import REFERENCE
-from quire_kernels.reference.linear import Linear, activate, rms_norm, times
+from quire_kernels.reference.linear import Linear, rms_norm
 from quire_kernels.verify import tolerance
 from quire_kernels.verify.findings import Check, Outcome, Subject, close, compared_alone, same, together
 from quire_kernels.verify.operands import Numbers, Source
@@ -299,8 +300,9 @@ class LinearChecks:
         gate, gate_bound = self._project(self._normed, self._weight, gate_bias, normed=True)
         up, up_bound = self._project(self._normed, self._up, up_bias, normed=True)
         steepest = 1.2  # bound of the activations' derivatives
-        factor = times(up, activation).abs() + up_bound
-        bound = steepest * gate_bound * factor + activate(gate, activation).abs() * up_bound
+        definition = DEFINITIONS[activation]
+        factor = definition.factor(up).abs() + up_bound
+        bound = steepest * gate_bound * factor + definition.activate(gate).abs() * up_bound
         bound = bound + tolerance.rounded(truth, self._subject.dtype) + tolerance.float32_sum(8, truth.abs())
         return _Expected(truth=truth, bound=bound)
 

@@ -7,8 +7,8 @@ from typing import get_args
 import pytest
 import torch
 
-from quire_kernels.kernel_set import Activation
-from quire_kernels.reference.linear import gated, mul_sigmoid
+from quire_kernels.activations import Activation, gated
+from quire_kernels.reference.linear import mul_sigmoid
 from quire_kernels.triton import activation
 from support.guarded import between_guards, guarded
 from support.planted import noticed, planted

@@ -7,7 +7,8 @@ from typing import get_args
 import pytest
 import torch
 
-from quire_kernels.kernel_set import Activation, KernelSet, Norm, Routing
+from quire_kernels.activations import Activation
+from quire_kernels.kernel_set import KernelSet, Norm, Routing
 from quire_kernels.reference import REFERENCE
 from quire_kernels.reference import experts as reference
 from quire_kernels.reference.linear import Linear

@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 import torch
 
-from quire_kernels.kernel_set import Activation
-from quire_kernels.reference.linear import Linear, gated
+from quire_kernels.activations import Activation, gated
+from quire_kernels.reference.linear import Linear
 from quire_kernels.triton import product
 from support.guarded import between_guards, guarded
 from support.planted import noticed, planted

@@ -23,6 +23,7 @@ from quire_engine.execution.models.families import FAMILIES, Bias, Family
 from quire_engine.execution.models.options import Options
 from quire_engine.execution.models.quantisation import Quantisation, quantisation_of
 from quire_engine.plain_files import read_plain
+from quire_kernels.activations import Activation
 
 # Options of other families, at the values that change nothing here. Exporters write them into every configuration.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -171,7 +172,6 @@ _MOST_SHOWN = 60  # characters of a value in a message
 _MAX_LAYERS = 4096  # beyond any model; what follows takes time and memory in proportion
 _DTYPES = ("bfloat16", "float16", "float32")
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
-Activation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
 
-from quire_kernels.kernel_set import Activation, ExpertMatrices, KernelSet, LinearWeight
+from quire_kernels.activations import Activation
+from quire_kernels.kernel_set import ExpertMatrices, KernelSet, LinearWeight
 
 _TILE = 16  # rows of a plain product; torch's order of summation follows the number of rows
 

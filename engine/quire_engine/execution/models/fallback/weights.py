@@ -41,7 +41,8 @@ from quire_engine.execution.models.fallback.products import (
 )
 from quire_engine.execution.models.fallback.routers import FusedRouter, bias_name, form_of
 from quire_engine.execution.models.matrix_parts import Part, WeightSource
-from quire_kernels.kernel_set import Activation, ExpertMatrices, KernelSet, LinearWeight, Routing, expert_rows
+from quire_kernels.activations import Activation
+from quire_kernels.kernel_set import ExpertMatrices, KernelSet, LinearWeight, Routing, expert_rows
 from quire_kernels.packed_form import PackedForm
 from quire_kernels.stored import StoredMatrix, joined
 
