@@ -23,11 +23,14 @@ from fastapi.responses import Response
 from architecture.source import ROOT
 from architecture.test_contributing import LOOKS_LIKE_A_PATH, section
 from quire_engine.contract import config
-from quire_engine.contract.limits import LIMIT_NAMES, PolicyName, SchedulerLimits, VictimName
-from quire_engine.contract.types import SamplingParams
+from quire_engine.contract.limits import LIMIT_NAMES, PolicyName, SchedulerConfig, SchedulerLimits, VictimName
+from quire_engine.contract.types import EngineStats, SamplingParams
 from quire_engine.execution.models import families
 from quire_engine.execution.models.config import load_model_config
+from quire_engine.scheduling import scheduler
+from quire_engine.scheduling.log import inspection
 from quire_engine.scheduling.policies import VICTIMS, Policies, policies_for
+from quire_engine.scheduling.roster import Roster
 from quire_kernels import kernel_set
 from quire_kernels.activations import DEFINITIONS, Activation, gated
 from quire_kernels.cpu.linear import GATES
@@ -149,6 +152,24 @@ def test_a_metric_is_a_declaration(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(metrics, "RequestMetrics", WithNaps)
     scrape = Scrape(metrics.Metrics("tiny"))
     assert scrape("quire_naps_total") == scrape("vllm:naps_total") == 3
+
+
+def test_a_metric_of_the_engine_is_a_field_an_attribute_of_its_name_and_a_declaration(monkeypatch: pytest.MonkeyPatch):
+    class NappingRoster(Roster):
+        total_naps = 3
+
+    class WithNaps(RequestMetrics):
+        def __init__(self, values: Values, max_model_len: int) -> None:
+            super().__init__(values, max_model_len)
+            values.counter("quire_naps", "Naps.", field="total_naps")
+
+    stats = make_dataclass("StatsWithNaps", [("total_naps", int, 0)], bases=(EngineStats,), frozen=True, kw_only=True)
+    monkeypatch.setattr(inspection, "EngineStats", stats)
+    monkeypatch.setattr(scheduler, "Roster", NappingRoster)
+    monkeypatch.setattr(metrics, "RequestMetrics", WithNaps)
+    counted = metrics.Metrics("tiny")
+    counted.observe_step(scheduler.Scheduler(SchedulerConfig(num_blocks=8, max_model_len=64)).stats())
+    assert Scrape(counted)("quire_naps_total") == 3
 
 
 def test_a_setting_is_a_field(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -47,7 +47,7 @@ class AheadWithOwners(AheadWithSwaps):
         kv = self.run.scheduler._kv
         owners = {owner for owner in map(kv._pool.owner, range(kv.num_blocks)) if owner is not None}
         self.seen["two owners"] += len(owners) > 1
-        self.seen["evictions"] += kv.total_evictions
+        self.seen["evictions"] += kv.total_kv_evictions
         self.seen["two on the host"] += len({owner.scope for owner in kv.host.pool._owner_of.values()}) > 1
 
 

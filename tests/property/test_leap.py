@@ -35,7 +35,7 @@ def state(simulation: Simulation) -> tuple[Any, ...]:
     ]
     counts = (outcome.steps, outcome.peak_blocks, outcome.peak_step, outcome.block_steps)
     preempted = (outcome.total_preemptions, outcome.preemptions_by_cause, outcome.recomputed_tokens)
-    blocks = (order_of_reuse(kv._pool), dict(kv._cache._hash_of), kv.total_evictions)
+    blocks = (order_of_reuse(kv._pool), dict(kv._cache._hash_of), kv.total_kv_evictions)
     return requests, counts, preempted, sorted(outcome.gaps), blocks, simulation._scheduler._step, outcome.live
 
 

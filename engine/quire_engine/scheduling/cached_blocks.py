@@ -37,7 +37,7 @@ class CachedBlocks:
     ) -> None:
         self.block_size = block_size
         self.groups = groups
-        self.total_evictions = self.total_taken = 0
+        self.total_kv_evictions = self.total_blocks_taken = 0
         self._pool = BlockPool(num_blocks)
         self._caches = GroupCaches(groups, block_size)
         self._cache = self._caches.first  # whose contents name a block, where there is one group
@@ -195,11 +195,11 @@ class CachedBlocks:
     def _take(self, owner: Owner[int] | None) -> int:
         if self._pool.is_full:
             block, loser = self._pool.evict(owner)
-            self.total_evictions += 1
+            self.total_kv_evictions += 1
             content = self._forget(block)
             if content is not None:
                 self._evict(content, block, loser)
-        self.total_taken += 1
+        self.total_blocks_taken += 1
         return self._pool.take(owner)
 
     def _is_known(self, block: int) -> bool:

@@ -235,9 +235,9 @@ class Admission:
         accounts: Accounts,
         shares: TenantShares | None,
     ) -> None:
-        self.total_query_tokens = 0
-        self.total_hit_tokens = 0
-        self.total_saved_tokens = 0  # hits, and cached tokens that preempted groups entered with
+        self.total_prefix_query_tokens = 0
+        self.total_prefix_hit_tokens = 0
+        self.total_prefill_tokens_saved = 0  # hits, and cached tokens that preempted groups entered with
         self._limits = limits
         self._queue = queue
         self._capacity = capacity
@@ -469,10 +469,10 @@ class Admission:
 
     def _enter(self, group: Group, match: PrefixMatch, plan: StepPlan, now: float) -> None:
         if group.first_scheduled is None and group.reads_cache and self._limits.enable_prefix_caching:
-            self.total_query_tokens += len(group.leader.token_ids)
-            self.total_hit_tokens += match.num_tokens
+            self.total_prefix_query_tokens += len(group.leader.token_ids)
+            self.total_prefix_hit_tokens += match.num_tokens
         self._accounts.enter(group, match.num_tokens)
-        self.total_saved_tokens += match.num_tokens
+        self.total_prefill_tokens_saved += match.num_tokens
         plan.note("enters", group, num_tokens=match.num_tokens)
         self._roster.enter(group, match, now)
 

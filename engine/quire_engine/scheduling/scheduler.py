@@ -21,7 +21,7 @@ from quire_engine.scheduling.fast_forward import ChunkSeconds, DecodeSeconds, Fa
 from quire_engine.scheduling.gate import check_request
 from quire_engine.scheduling.kept_prefixes import Allocate, KeptPrefixes, allocator_with
 from quire_engine.scheduling.log.fragmentation import Fragmentation
-from quire_engine.scheduling.log.inspection import Arguments, Inspection, engine_stats
+from quire_engine.scheduling.log.inspection import Arguments, Books, Inspection
 from quire_engine.scheduling.log.step_log import StepLog
 from quire_engine.scheduling.outputs import expired_outputs
 from quire_engine.scheduling.planner import Planner
@@ -98,6 +98,7 @@ class Scheduler:
         self.num_taken_over = 0 if self._recorded is None else self._recorded.num_found  # blocks of the engine before
         num_restored = len(host_keys) + self.num_taken_over
         self._fragmentation = Fragmentation(self._kv, self._decodes)
+        self._books = Books(self._kv, self._roster, self._decodes, self._planner, self._speculation)
         self._inspection = Inspection(
             config, self._kv, self._roster, self._log, num_restored, check=self.check_invariants
         )
@@ -335,10 +336,9 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Gauges of this moment and counters since the start. The caller adds the step's times."""
-        parts = self._kv, self._roster, self._decodes, self._planner, self._speculation
         samples = self._fragmentation.totals(self._applied_at)
-        books = engine_stats(*parts, last=self._applied, samples=samples)
-        return self.kept.add_to(books if self._swapping is None else self._swapping.add_to(books))
+        stats = self._books.stats(last=self._applied, samples=samples)
+        return self.kept.add_to(stats if self._swapping is None else self._swapping.add_to(stats))
 
     def check_invariants(self) -> None:
         """Raise InvariantViolation if queues, counts, tables and blocks disagree. Call between steps.

@@ -73,9 +73,9 @@ class Speculation:
         `most_rows`: of a step with drafts. `plans_ahead`: a step may be planned before the one before it is done.
         `clock`: for what a costly drafter's calls take.
         """
-        self.total_drafts = self.total_draft_tokens = self.total_accepted = 0
-        self.accepted_by_position = [0] * most
-        self.undrafted: dict[NoDraftCause, int] = dict.fromkeys(NO_DRAFT_CAUSES, 0)  # slices
+        self.total_drafts = self.total_draft_tokens = self.total_accepted_tokens = 0
+        self.total_accepted_by_position = [0] * most
+        self.total_undrafted: dict[NoDraftCause, int] = dict.fromkeys(NO_DRAFT_CAUSES, 0)  # slices
         self._drafter, self._kv, self._most = drafter, kv, most
         self._costs, self._most_rows = RowCosts(row_seconds), most_rows
         self._waiting = Waiting(has_choice=plans_ahead)
@@ -104,33 +104,33 @@ class Speculation:
         if self._waiting.waits:
             self._extend(plan)
         else:
-            self.undrafted["cost"] += len(plan.slices)
+            self.total_undrafted["cost"] += len(plan.slices)
         self._is_drafted = bool(plan.drafts)
 
     def _extend(self, plan: StepPlan) -> None:
         rows = sum(plan.slices.values())
         budget = plan.budget if self._most_rows is None else min(plan.budget, self._most_rows - rows)
         if not rows or not self._costs.may_pay(rows, None if self._drafter.is_costly else self._most):
-            self.undrafted["batch"] += len(plan.slices)
+            self.total_undrafted["batch"] += len(plan.slices)
             return
         wishes = self._wishes(plan, rows)
         for (sequence, record, _), draft in zip(wishes, self._drafts(wishes), strict=True):
             if budget <= 0:
-                self.undrafted["batch"] += 1
+                self.total_undrafted["batch"] += 1
                 continue
             self._useful.discard(sequence.sequence_id)  # until these are
             if not draft.token_ids:
-                self.undrafted["nothing"] += 1
+                self.total_undrafted["nothing"] += 1
                 continue
             count = min(len(draft.token_ids), budget)
             if not self._drafter.is_costly:  # else no more than pay were asked for
                 count = self._costs.best(rows, count, record.shares[_kind(draft.match)]) or self._trial(record, rows)
             if count == 0:
-                self.undrafted["cost"] += 1
+                self.total_undrafted["cost"] += 1
                 continue
             count = self.lend(plan, sequence, draft.token_ids[:count])
             if count == 0:
-                self.undrafted["blocks"] += 1
+                self.total_undrafted["blocks"] += 1
                 continue
             record.match, record.is_predicted = draft.match, draft.is_predicted
             rows, budget = rows + count, budget - count
@@ -147,10 +147,10 @@ class Speculation:
         """A step has tried `num_drafts` drafts of a sequence. Returns both numbers where a client has guessed them."""
         self.total_drafts += 1
         self.total_draft_tokens += num_drafts
-        self.total_accepted += num_accepted
+        self.total_accepted_tokens += num_accepted
         self._accepted += num_accepted
         for position in range(num_accepted):
-            self.accepted_by_position[position] += 1
+            self.total_accepted_by_position[position] += 1
         record = self._records.get(sequence.sequence_id)
         if record is None:
             return None
@@ -195,10 +195,10 @@ class Speculation:
             most = min(self._most, plan.budget, room)
             record = self._records.get(sequence.sequence_id)
             if most <= 0:
-                self.undrafted["request" if plan.budget else "batch"] += 1
+                self.total_undrafted["request" if plan.budget else "batch"] += 1
                 continue
             if is_costly and record is None and len(tokens) > _LONGEST_START * room:
-                self.undrafted["cost"] += 1
+                self.total_undrafted["cost"] += 1
                 continue
             if record is None:
                 hope = max(self._hope, _HOPE_OF_COSTLY if request.prediction else 0.0)
@@ -222,7 +222,7 @@ class Speculation:
             self._unpaid.passed += 1
             if self._unpaid.passed >= self._unpaid.patience and self._costs.best(rows, 1, 1.0):
                 tokens[order[count]], self._rare = 1, wanted[order[count]][0].sequence_id
-        self.undrafted["cost"] += len(wanted) - len(tokens)
+        self.total_undrafted["cost"] += len(wanted) - len(tokens)
         chosen = [(*wanted[i], tokens[i]) for i in sorted(tokens)]
         return [(sequence, record, wish._replace(most=min(wish.most, n))) for sequence, record, wish, n in chosen]
 
@@ -264,7 +264,7 @@ class Speculation:
             first, count = self._turn, len(others)
             self._turn += searches
             self._silent += searches
-            self.undrafted["turn"] += count - searches
+            self.total_undrafted["turn"] += count - searches
             others = [others[place % count] for place in range(first, first + searches)]
         return useful + others
 

@@ -6,7 +6,7 @@ loop, HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from importlib.metadata import version
 from itertools import zip_longest
 from typing import Literal, get_args
@@ -23,7 +23,7 @@ from quire_engine.contract.types import (
     EngineStats,
     PinEvent,
 )
-from quire_server.metrics.metric_values import Counter, Histogram, Values
+from quire_server.metrics.metric_values import Histogram, Total, Values
 from quire_server.metrics.prefill_cost import PrefillCost
 from quire_server.metrics.samples import Window
 from quire_server.metrics.step_metrics import StepMetrics
@@ -197,7 +197,7 @@ class EngineMetrics:
         self._num_blocks = 0
         self.pool = values.gauge("quire_kv_pool_blocks", "KV blocks in the pool.")
         self.running = values.gauge(
-            "quire_requests_running", "Sequences in the batch.", alias="vllm:num_requests_running"
+            "quire_requests_running", "Sequences in the batch.", alias="vllm:num_requests_running", field="running"
         )
         self.waiting = values.gauge(
             "quire_requests_waiting",
@@ -206,9 +206,10 @@ class EngineMetrics:
             ("reason",),
             children=[(reason,) for reason in WAIT_REASONS],
         )
-        self.held = values.gauge(
+        values.gauge(
             "quire_requests_held",
             "Sequences that are set aside, as long as their clients do not read or other adapters have their turn.",
+            field="held",
         )
         self._alias_waiting = values.gauge(None, "Sequences not in the batch.", alias="vllm:num_requests_waiting")
         self._alias_waiting_by_reason = values.gauge(
@@ -236,8 +237,8 @@ class EngineMetrics:
             ("by",),
             children=[("several",), ("one",)],
         )
-        self.blocks_saved = values.gauge(
-            "quire_kv_blocks_saved", "KV blocks saved by sharing among the running sequences."
+        values.gauge(
+            "quire_kv_blocks_saved", "KV blocks saved by sharing among the running sequences.", field="blocks_saved"
         )
         self.kv_bytes = values.gauge(
             "quire_kv_bytes",
@@ -245,9 +246,11 @@ class EngineMetrics:
             ("state",),
             children=[("used",), ("cached",), ("free",)],
         )
-        self.slots_allocated = values.gauge("quire_kv_slots_allocated", "Token slots in used KV blocks.")
-        self.slots_unused = values.gauge(
-            "quire_kv_slots_unused", "Token slots in used KV blocks that hold no token: internal fragmentation."
+        values.gauge("quire_kv_slots_allocated", "Token slots in used KV blocks.", field="slots_allocated")
+        values.gauge(
+            "quire_kv_slots_unused",
+            "Token slots in used KV blocks that hold no token: internal fragmentation.",
+            field="slots_unused",
         )
         self.efficiency = values.gauge(
             "quire_kv_slot_efficiency_ratio",
@@ -259,16 +262,18 @@ class EngineMetrics:
             "Requests that lost their KV blocks to another one, by what became of what they held.",
             ("mode",),
             children=[("recompute",), ("swap",)],
+            field="total_preemptions_by_mode",
         )
-        self.preempted_by_cause = values.counter(
+        values.counter(
             "quire_preemptions_by_cause",
             "Preemptions by the beneficiary: a running request that grew (blocks), the elder, an interactive request"
             " (class), or a tenant within its share (share); device: the device had no memory for the step.",
             ("cause",),
             children=[(cause,) for cause in PREEMPTION_CAUSES],
+            field="total_preemptions_by_cause",
         )
-        self._alias_preempted = values.counter(None, "Requests that were preempted.", alias="vllm:num_preemptions")
-        self.swapped_bytes = values.counter(
+        values.counter(None, "Requests that were preempted.", alias="vllm:num_preemptions", field="total_preemptions")
+        swapped_bytes = values.counter(
             "quire_swapped_bytes",
             "Bytes of KV blocks that were copied to the host's memory and from it.",
             ("direction",),
@@ -280,24 +285,24 @@ class EngineMetrics:
             ("state",),
             children=[("used",), ("cached",), ("free",)],
         )
-        self.kept, self.transfers, self.ranks, self.pins, self.fragments = (
-            KeptMetrics(values),
-            TransferMetrics(values),
-            RankMetrics(values),
-            PinMetrics(values),
-            FragmentMetrics(values),
-        )
+        self.kept = KeptMetrics(values)
+        _declare_transfers(values)
+        self.ranks = RankMetrics(values)
+        _declare_pins(values)
+        self.fragments = FragmentMetrics(values)
         self.query_tokens = values.counter(
             "quire_prefix_cache_query_tokens",
             "Prompt tokens looked up in the prefix cache.",
             alias="vllm:prefix_cache_queries",
             old="vllm:gpu_prefix_cache_queries",
+            field="total_prefix_query_tokens",
         )
         self.hit_tokens = values.counter(
             "quire_prefix_cache_hit_tokens",
             "Prompt tokens found in the prefix cache.",
             alias="vllm:prefix_cache_hits",
             old="vllm:gpu_prefix_cache_hits",
+            field="total_prefix_hit_tokens",
         )
         self._old_hit_rate = values.gauge(
             None,
@@ -309,9 +314,13 @@ class EngineMetrics:
             "KV blocks in the host's memory that swapped sequences use, over all of them; 0 without swap space.",
             old="vllm:cpu_cache_usage_perc",
         )
-        self.evictions = values.counter("quire_kv_evictions", "Cached KV blocks whose content was dropped for reuse.")
-        self.blocks_taken = values.counter(
-            "quire_kv_blocks_taken", "KV blocks taken for sequences; one that is found in the prefix cache is not."
+        values.counter(
+            "quire_kv_evictions", "Cached KV blocks whose content was dropped for reuse.", field="total_kv_evictions"
+        )
+        values.counter(
+            "quire_kv_blocks_taken",
+            "KV blocks taken for sequences; one that is found in the prefix cache is not.",
+            field="total_blocks_taken",
         )
         self.kv_waiting = values.gauge(
             "quire_kv_waiting_seconds",
@@ -320,31 +329,41 @@ class EngineMetrics:
         self.kv_wait_seconds = values.counter(
             "quire_kv_waiting_time_seconds",
             "Time in which a request at the queue's head waited for KV blocks, as of the last step, seconds.",
+            field="total_kv_wait_seconds",
         )
         self.padded = values.counter(
             "quire_engine_padding_rows",
             "Rows without a token that pad steps to one of few sizes; 0 on a CPU.",
+            field="total_padding_rows",
         )
-        self.recomputed = values.counter("quire_recomputed_tokens", "Tokens recomputed after a preemption.")
-        self.drafts = values.counter(
-            "quire_spec_decode_drafts", "Decodes with guessed tokens behind them.", alias="vllm:spec_decode_num_drafts"
+        values.counter(
+            "quire_recomputed_tokens", "Tokens recomputed after a preemption.", field="total_recomputed_tokens"
+        )
+        values.counter(
+            "quire_spec_decode_drafts",
+            "Decodes with guessed tokens behind them.",
+            alias="vllm:spec_decode_num_drafts",
+            field="total_drafts",
         )
         self.draft_tokens = values.counter(
             "quire_spec_decode_draft_tokens",
             "Tokens guessed and computed behind a decode.",
             alias="vllm:spec_decode_num_draft_tokens",
+            field="total_draft_tokens",
         )
         self.accepted_tokens = values.counter(
             "quire_spec_decode_accepted_tokens",
             "Guessed tokens that were right.",
             alias="vllm:spec_decode_num_accepted_tokens",
+            field="total_accepted_tokens",
         )
-        self.accepted_by_position = values.counter(
+        values.counter(
             "quire_spec_decode_accepted_tokens_by_position",
             "Accepted tokens by position among the guesses of their decode, from 0.",
             ("position",),
             children=[(str(position),) for position in range(MOST_DRAFTS)],
             alias="vllm:spec_decode_num_accepted_tokens_per_pos",
+            field="total_accepted_by_position",
         )
         self.undrafted = values.counter(
             "quire_spec_decode_undrafted",
@@ -353,10 +372,12 @@ class EngineMetrics:
             " no free block (blocks).",
             ("cause",),
             children=[(cause,) for cause in NO_DRAFT_CAUSES],
+            field="total_undrafted",
         )
         self.saved_tokens = values.counter(
             "quire_prefill_tokens_saved",
             "Prompt tokens found in the cache instead of computed, after a preemption too.",
+            field="total_prefill_tokens_saved",
         )
         self.saved_seconds = values.counter(
             "quire_prefill_seconds_saved",
@@ -364,41 +385,17 @@ class EngineMetrics:
         )
         self._prefill_cost = PrefillCost()
         self.restarts = values.counter("quire_engine_restarts", "Times the engine process was replaced.")
-        self._swaps = {f"total_swapped_{way}_blocks": _Total(self.swapped_bytes, way) for way in ("out", "in")}
-        self._totals = {  # by field of EngineStats
-            "total_preemptions": _Total(self._alias_preempted),
-            "total_preemptions_by_mode": _Total(self.preempted),
-            "total_preemptions_by_cause": _Total(self.preempted_by_cause),
-            **self._swaps,
-            **{f"total_kept_{event}": _Total(self.kept.events, event) for event in KEPT_EVENTS},
-            "total_pins": _Total(self.pins.events),
-            "total_transfers": _Total(self.transfers.events),
-            "total_transfer_bytes": _Total(self.transfers.bytes),
-            "total_transfer_wait_seconds": _Total(self.transfers.wait_seconds),
-            "total_prefix_query_tokens": _Total(self.query_tokens),
-            "total_prefix_hit_tokens": _Total(self.hit_tokens),
-            "total_kv_evictions": _Total(self.evictions),
-            "total_blocks_taken": _Total(self.blocks_taken),
-            "total_kv_wait_seconds": _Total(self.kv_wait_seconds),
-            "total_padding_rows": _Total(self.padded),
-            "total_busy_seconds": _Total(self.steps.busy_seconds),
-            "total_recomputed_tokens": _Total(self.recomputed),
-            "total_drafts": _Total(self.drafts),
-            "total_draft_tokens": _Total(self.draft_tokens),
-            "total_accepted_tokens": _Total(self.accepted_tokens),
-            "total_accepted_by_position": _Total(self.accepted_by_position),
-            "total_undrafted": _Total(self.undrafted),
-            "total_rank_seconds": _Total(self.ranks.seconds),
-            "total_prefill_tokens_saved": _Total(self.saved_tokens),
-        }
+        self._totals, self._shown = values.totals, values.shown
+        for way in ("out", "in"):
+            self._totals[f"total_swapped_{way}_blocks"] = Total(swapped_bytes, way, in_bytes=True)
+        for event in KEPT_EVENTS:
+            self._totals[f"total_kept_{event}"] = Total(self.kept.events, event)
 
     def begin(self, plan: EnginePlan) -> None:
         """An engine with this plan has started and is empty."""
         self._bytes_per_block = plan.bytes_per_block
         self._num_blocks = plan.scheduler.num_blocks
         self.pool.set(self._num_blocks)
-        for total in self._swaps.values():
-            total.unit = plan.bytes_per_block
         self.ranks.begin(plan)
         self._reset()
 
@@ -421,7 +418,7 @@ class EngineMetrics:
         num_saved = self.saved_tokens.get()
         for name, total in self._totals.items():
             if (value := getattr(stats, name)) != total.last:
-                total.advance(value)
+                total.advance(value, self._bytes_per_block)
         self.fragments.observe(stats)
         num_saved = self.saved_tokens.get() - num_saved
         self.saved_seconds.inc(num_saved * self._prefill_cost.seconds_per_token)
@@ -442,13 +439,13 @@ class EngineMetrics:
     def show(self, now: float) -> None:
         """Set the gauges from the last state; called at each scrape, not at each step."""
         stats = self._state
+        for field, gauge in self._shown.items():
+            gauge.set(getattr(stats, field))
         waiting = 0
         for reason in WAIT_REASONS:
             count = stats.waiting.get(reason, 0)
             self.waiting.set(count, reason)
             waiting += count
-        self.running.set(stats.running)
-        self.held.set(stats.held)
         self._alias_waiting.set(waiting)
         self._alias_waiting_by_reason.set(waiting, "capacity")
         self.usage.set(stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0)
@@ -461,7 +458,6 @@ class EngineMetrics:
             self.kv_bytes.set(blocks * self._bytes_per_block, state)
         self.blocks_held.set(stats.blocks_shared, "several")
         self.blocks_held.set(stats.blocks_unshared, "one")
-        self.blocks_saved.set(stats.blocks_saved)
         held = stats.host_blocks_used + stats.host_blocks_cached
         for state, blocks in (
             ("used", stats.host_blocks_used),
@@ -470,14 +466,10 @@ class EngineMetrics:
         ):
             self.host_blocks.set(blocks, state)
         self.kept.show(stats, self._bytes_per_block)
-        self.pins.blocks.set(stats.blocks_pinned)
-        self.transfers.leased.set(stats.leased_blocks)
         self._old_host_usage.set(stats.host_blocks_used / stats.host_blocks_total if stats.host_blocks_total else 0.0)
         looked_up = self.query_tokens.get()
         self._old_hit_rate.set(self.hit_tokens.get() / looked_up if looked_up else 0.0)
         self.ranks.show(stats, self._num_blocks * self._bytes_per_block, self._bytes_per_block)
-        self.slots_allocated.set(stats.slots_allocated)
-        self.slots_unused.set(stats.slots_unused)
         self.efficiency.set(1.0 - stats.slots_unused / stats.slots_allocated if stats.slots_allocated else 1.0)
         since = stats.kv_waiting_since
         self.kv_waiting.set(0.0 if since is None else max(0.0, now - since))
@@ -499,8 +491,10 @@ class KeptMetrics:
     """Prefixes in files that outlive the server."""
 
     def __init__(self, values: Values) -> None:
-        self.blocks = values.gauge(
-            "quire_kept_kv_blocks", "KV blocks of prefixes in files that outlive the server, on a CPU."
+        values.gauge(
+            "quire_kept_kv_blocks",
+            "KV blocks of prefixes in files that outlive the server, on a CPU.",
+            field="kept_blocks",
         )
         self.bytes = values.gauge(
             "quire_kept_kv_bytes", "Bytes of KV blocks of prefixes in files that outlive the server."
@@ -514,63 +508,67 @@ class KeptMetrics:
         )
 
     def show(self, stats: EngineStats, bytes_per_block: int) -> None:
-        self.blocks.set(stats.kept_blocks)
         self.bytes.set(stats.kept_blocks * bytes_per_block)
 
 
-class PinMetrics:
-    """Prefixes that requests keep for a time."""
+def _declare_pins(values: Values) -> None:
+    """Declare the metrics of prefixes that requests keep for a time."""
+    values.gauge(
+        "quire_pinned_kv_blocks",
+        "KV blocks, used and cached, of prefixes that requests keep for a time.",
+        field="blocks_pinned",
+    )
+    values.counter(
+        "quire_pinned_kv_block_events",
+        "KV blocks that were pinned for a time, or not, as their share of the pool was used up (refused), whose"
+        " time is over (expired), or that had to be evicted before that.",
+        ("event",),
+        children=[(event,) for event in PIN_EVENTS],
+        field="total_pins",
+    )
 
-    def __init__(self, values: Values) -> None:
-        self.blocks = values.gauge(
-            "quire_pinned_kv_blocks", "KV blocks, used and cached, of prefixes that requests keep for a time."
-        )
-        self.events = values.counter(
-            "quire_pinned_kv_block_events",
-            "KV blocks that were pinned for a time, or not, as their share of the pool was used up (refused), whose"
-            " time is over (expired), or that had to be evicted before that.",
-            ("event",),
-            children=[(event,) for event in PIN_EVENTS],
-        )
 
-
-class TransferMetrics:
-    """KV blocks of prompts that nodes pass on to each other."""
-
-    def __init__(self, values: Values) -> None:
-        self.leased = values.gauge(
-            "quire_kv_transfer_leased_blocks",
-            "KV blocks that nodes have asked each other for and that are not sent yet.",
-        )
-        self.events = values.counter(
-            "quire_kv_transfer_blocks",
-            "KV blocks that a node has sent to another, that came (received), that did not come while their request"
-            " waited (missed), or that were damaged on their way (refused); the last two are computed.",
-            ("event",),
-            children=[(event,) for event in TRANSFER_EVENTS],
-        )
-        self.bytes = values.counter(
-            "quire_kv_transfer_bytes",
-            "Bytes of the blocks that were sent and received.",
-            ("direction",),
-            children=[(direction,) for direction in DIRECTIONS],
-        )
-        self.wait_seconds = values.counter(
-            "quire_kv_transfer_wait_seconds", "Time that requests have waited for blocks of other nodes, seconds."
-        )
+def _declare_transfers(values: Values) -> None:
+    """Declare the metrics of KV blocks of prompts that nodes pass on to each other."""
+    values.gauge(
+        "quire_kv_transfer_leased_blocks",
+        "KV blocks that nodes have asked each other for and that are not sent yet.",
+        field="leased_blocks",
+    )
+    values.counter(
+        "quire_kv_transfer_blocks",
+        "KV blocks that a node has sent to another, that came (received), that did not come while their request"
+        " waited (missed), or that were damaged on their way (refused); the last two are computed.",
+        ("event",),
+        children=[(event,) for event in TRANSFER_EVENTS],
+        field="total_transfers",
+    )
+    values.counter(
+        "quire_kv_transfer_bytes",
+        "Bytes of the blocks that were sent and received.",
+        ("direction",),
+        children=[(direction,) for direction in DIRECTIONS],
+        field="total_transfer_bytes",
+    )
+    values.counter(
+        "quire_kv_transfer_wait_seconds",
+        "Time that requests have waited for blocks of other nodes, seconds.",
+        field="total_transfer_wait_seconds",
+    )
 
 
 class RankMetrics:
     """Processes that compute a model together."""
 
     def __init__(self, values: Values) -> None:
-        self.seconds = values.counter(
+        values.counter(
             "quire_rank_gather_seconds",
             "Time that a rank has waited for columns that others had not computed yet, seconds: the one that waits"
             " least is the slowest. None without --tensor-parallel-size; of several engines those of equal number"
             " together.",
             ("rank",),
             children=(),
+            field="total_rank_seconds",
         )
         self._bytes = values.gauge(
             "quire_kv_rank_bytes",
@@ -644,40 +642,6 @@ class _Samples:
             self._histogram.counts[place] += count - old
         self._histogram.sum += total - before_total
         self.last = counts, total
-
-
-_Value = float | Mapping[str, float] | tuple[float, ...]
-
-
-class _Total:
-    """Follows a field of EngineStats that falls back to 0 when the engine is replaced: a number, or one by label."""
-
-    __slots__ = ("_counter", "_labels", "last", "unit")
-
-    def __init__(self, counter: Counter, *labels: str) -> None:
-        self._counter = counter
-        self._labels = labels
-        self.last: _Value = 0
-        self.unit = 1  # what one of the field is in the counter
-
-    def advance(self, value: _Value) -> None:
-        """Take in the field's value."""
-        before = dict(_by_label(self.last))
-        for labels, total in _by_label(value):
-            last = before.get(labels, 0)
-            if total != last:
-                self._counter.inc(self.unit * (total - last if total > last else total), *self._labels, *labels)
-        self.last = value
-
-
-def _by_label(value: _Value) -> Iterable[tuple[tuple[str, ...], float]]:
-    """The numbers of a field with their labels: of a table its keys, of a tuple its places."""
-    match value:
-        case Mapping():
-            return [((label,), number) for label, number in value.items()]
-        case tuple():
-            return [((str(place),), number) for place, number in enumerate(value)]
-    return [((), value)]
 
 
 class MinuteMetrics:

@@ -7,7 +7,7 @@ updates come from the event loop's thread.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -74,15 +74,54 @@ class Histogram:
         return cumulative
 
 
+_Value = float | Mapping[str, float] | tuple[float, ...]
+
+
+class Total:
+    """Follows a number that falls back to 0 when its owner is replaced, or one by label, into a counter."""
+
+    __slots__ = ("_counter", "_in_bytes", "_labels", "last")
+
+    def __init__(self, counter: Counter, *labels: str, in_bytes: bool = False) -> None:
+        """`in_bytes`: the numbers count blocks, and the counter their bytes."""
+        self._counter = counter
+        self._labels = labels
+        self._in_bytes = in_bytes
+        self.last: _Value = 0
+
+    def advance(self, value: _Value, bytes_per_block: int) -> None:
+        """Take in the number as it is now."""
+        before = dict(_by_label(self.last))
+        for labels, total in _by_label(value):
+            last = before.get(labels, 0)
+            if total != last:
+                more = total - last if total > last else total
+                self._counter.inc(more * bytes_per_block if self._in_bytes else more, *self._labels, *labels)
+        self.last = value
+
+
+def _by_label(value: _Value) -> Iterable[tuple[tuple[str, ...], float]]:
+    """The numbers with their labels: of a table its keys, of a tuple its places."""
+    match value:
+        case Mapping():
+            return [((label,), number) for label, number in value.items()]
+        case tuple():
+            return [((str(place),), number) for place, number in enumerate(value)]
+    return [((), value)]
+
+
 class Values(Collector):
     """All metrics of one server. What is exported under an alias has the label `engine` too, as vLLM's has.
 
     An `old` name is an alias that vLLM has given up and dashboards still read.
+    A `field` is one of `EngineStats`: of a counter a total that it follows, of a gauge what it shows.
     """
 
     def __init__(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
         self._labels = labels
         self._alias_labels = labels | {"engine": "0"}
+        self.totals: dict[str, Total] = {}  # by field
+        self.shown: dict[str, Gauge] = {}  # by field
         self._exports: list[Callable[[], Metric]] = []
         registry.register(self)
 
@@ -96,6 +135,7 @@ class Values(Collector):
         alias: str | None = None,
         alias_label: str | None = None,
         old: str | None = None,
+        field: str | None = None,
     ) -> Counter:
         """A counter; `name` is without the suffix `_total`, None if it is exported as an alias only.
 
@@ -106,6 +146,8 @@ class Values(Collector):
             self._exports.append(
                 _export(CounterMetricFamily, shown, text, constant=constant, labels=names, children=counter.values)
             )
+        if field is not None:
+            self.totals[field] = Total(counter)
         return counter
 
     def gauge(
@@ -117,6 +159,7 @@ class Values(Collector):
         children: Sequence[tuple[str, ...]] | None = None,
         alias: str | None = None,
         old: str | None = None,
+        field: str | None = None,
     ) -> Gauge:
         """A gauge; without a `name` it is exported as an alias only."""
         gauge = Gauge(children if children is not None else [()] if not labels else [])
@@ -124,6 +167,8 @@ class Values(Collector):
             self._exports.append(
                 _export(GaugeMetricFamily, shown, text, constant=constant, labels=names, children=gauge.values)
             )
+        if field is not None:
+            self.shown[field] = gauge
         return gauge
 
     def histogram(

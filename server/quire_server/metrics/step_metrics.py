@@ -33,6 +33,7 @@ class StepMetrics:
             "quire_engine_busy_seconds",
             "Time that the engine has spent in steps, by its own clock, as of the last one, seconds; of several engines"
             " the sum.",
+            field="total_busy_seconds",
         )
         self._tokens = values.histogram(
             "quire_engine_step_tokens", "Prompt tokens computed and tokens generated in one step.", _TOKENS

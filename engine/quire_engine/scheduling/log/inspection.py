@@ -141,7 +141,7 @@ class Inspection:
                 "unshared": len(held) - shared,
                 "saved": sum(held.values()) - len(held),
             },
-            "evictions": kv.total_evictions,
+            "evictions": kv.total_kv_evictions,
             "fragmentation": {
                 "slots": used * size,
                 "slack": unused,
@@ -264,67 +264,74 @@ def _table(sequence: Sequence, pos: object) -> dict[str, object]:
     return answer
 
 
-def engine_stats(
-    kv: CachedBlocks,
-    roster: Roster,
-    decodes: RunningDecodes,
-    planner: Planner,
-    speculation: Speculation | None,
-    *,
-    last: AppliedStep,
-    samples: Mapping[str, Any],
-) -> EngineStats:
+class Books:
     """The statistics for operators: gauges of this moment, and counters since the start.
 
-    `last`: the last step; `samples`: fields of what is sampled. The cost does not depend on the size of the pool.
+    A part of the scheduler that has an attribute called like a `total_...` of `EngineStats` is its counter.
     """
-    waiting: dict[WaitReason, int] = dict.fromkeys(WAIT_REASONS, 0)
-    for group in roster.waiting:
-        waiting[group.wait_reason] += len(group.sequences)
-    admission = planner.admission
-    used = kv.num_used
-    has_adapters = any(roster.adapters.in_use)
-    return EngineStats(
-        running=roster.num_running,
-        waiting=waiting,
-        held=sum(len(group.sequences) for group in roster.held.values()),
-        blocks_total=kv.num_blocks,
-        blocks_used=used,
-        blocks_cached=kv.num_cached,
-        blocks_free=kv.num_available - kv.num_cached,
-        blocks_pinned=len(kv.pins),
-        blocks_shared=kv.num_shared,
-        blocks_unshared=used - kv.num_shared,
-        blocks_saved=kv.num_saved,
-        slots_allocated=used * kv.block_size,
-        slots_unused=decodes.num_unused_slots,
-        prefill_tokens=last.prompt_tokens,
-        decode_tokens=last.num_decodes,
-        step_rows=last.num_rows,
-        seen_seconds=last.seconds,
-        predicted_seconds=last.predicted,
-        **samples,
-        total_preemptions=roster.total_preemptions,
-        total_preemptions_by_mode={"recompute": roster.total_preemptions, "swap": 0},
-        total_preemptions_by_cause=dict(roster.total_preemptions_by_cause),
-        total_recomputed_tokens=roster.total_recomputed_tokens,
-        total_prefix_query_tokens=admission.total_query_tokens,
-        total_prefix_hit_tokens=admission.total_hit_tokens,
-        total_kv_evictions=kv.total_evictions,
-        total_pins=kv.pins.totals(),
-        total_blocks_taken=kv.total_taken,
-        kv_waiting_since=admission.kv_waiting_since,
-        total_kv_wait_seconds=admission.total_kv_wait_seconds,
-        tenants=planner.accounts.stats(roster.running, roster.waiting),
-        total_prefill_tokens_saved=admission.total_saved_tokens,
-        total_drafts=speculation.total_drafts if speculation else 0,
-        total_draft_tokens=speculation.total_draft_tokens if speculation else 0,
-        total_accepted_tokens=speculation.total_accepted if speculation else 0,
-        total_accepted_by_position=tuple(speculation.accepted_by_position) if speculation else (),
-        total_undrafted=dict(speculation.undrafted) if speculation else {},
-        running_adapters=_adapter_names(roster.running) if has_adapters else frozenset(),
-        waiting_adapters=_adapter_names([*roster.waiting, *roster.held.values()]) if has_adapters else frozenset(),
-    )
+
+    def __init__(
+        self,
+        kv: CachedBlocks,
+        roster: Roster,
+        decodes: RunningDecodes,
+        planner: Planner,
+        speculation: Speculation | None,
+    ) -> None:
+        self._kv, self._roster, self._decodes, self._planner = kv, roster, decodes, planner
+        names = [field.name for field in fields(EngineStats) if field.name.startswith("total_")]
+        parts = (kv, roster, planner.admission, speculation)
+        self._totals = [(name, part) for part in parts for name in names if hasattr(part, name)]
+
+    def stats(self, *, last: AppliedStep, samples: Mapping[str, Any]) -> EngineStats:
+        """The statistics now. The cost does not depend on the size of the pool.
+
+        `last`: the last step; `samples`: fields of what is sampled.
+        """
+        kv, roster = self._kv, self._roster
+        waiting: dict[WaitReason, int] = dict.fromkeys(WAIT_REASONS, 0)
+        for group in roster.waiting:
+            waiting[group.wait_reason] += len(group.sequences)
+        used = kv.num_used
+        has_adapters = any(roster.adapters.in_use)
+        return EngineStats(
+            running=roster.num_running,
+            waiting=waiting,
+            held=sum(len(group.sequences) for group in roster.held.values()),
+            blocks_total=kv.num_blocks,
+            blocks_used=used,
+            blocks_cached=kv.num_cached,
+            blocks_free=kv.num_available - kv.num_cached,
+            blocks_pinned=len(kv.pins),
+            blocks_shared=kv.num_shared,
+            blocks_unshared=used - kv.num_shared,
+            blocks_saved=kv.num_saved,
+            slots_allocated=used * kv.block_size,
+            slots_unused=self._decodes.num_unused_slots,
+            prefill_tokens=last.prompt_tokens,
+            decode_tokens=last.num_decodes,
+            step_rows=last.num_rows,
+            seen_seconds=last.seconds,
+            predicted_seconds=last.predicted,
+            **samples,
+            **{name: _copied(getattr(part, name)) for name, part in self._totals},
+            total_preemptions_by_mode={"recompute": roster.total_preemptions, "swap": 0},
+            total_pins=kv.pins.totals(),
+            kv_waiting_since=self._planner.admission.kv_waiting_since,
+            tenants=self._planner.accounts.stats(roster.running, roster.waiting),
+            running_adapters=_adapter_names(roster.running) if has_adapters else frozenset(),
+            waiting_adapters=_adapter_names([*roster.waiting, *roster.held.values()]) if has_adapters else frozenset(),
+        )
+
+
+def _copied(value: Any) -> Any:
+    """A number, or the numbers of a table or a list as they are now."""
+    match value:
+        case dict():
+            return dict(value)
+        case list():
+            return tuple(value)
+    return value
 
 
 def _adapter_names(groups: Iterable[Group]) -> frozenset[str]:

@@ -34,7 +34,7 @@ def pool_view(kv: CachedBlocks, roster: Roster) -> dict[str, Any]:
         "num_free": kv.num_available - kv.num_cached,
         "num_shared": kv.num_shared,
         "num_saved": kv.num_saved,
-        "evictions": kv.total_evictions,
+        "evictions": kv.total_kv_evictions,
         "preemptions": roster.total_preemptions,
         "tables": [_table(sequence, shown) for sequence in islice(seated, MOST_TABLES)],
         "num_running": roster.num_running,

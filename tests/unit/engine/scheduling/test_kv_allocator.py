@@ -104,7 +104,7 @@ def test_eviction_takes_the_least_recent_and_in_it_the_deepest() -> None:
     kv.release(old)
     kv.release(new)
     kv.seat(sequence([50] * 12), NO_MATCH)
-    assert kv.total_evictions == 3
+    assert kv.total_kv_evictions == 3
     assert kv.match(sequence(list(range(8))), 8) == NO_MATCH
     assert len(kv.match(sequence(list(range(100, 112))), 12).blocks) == 2, "the shallow part survives"
 
@@ -116,7 +116,7 @@ def test_uncached_blocks_are_reused_before_cached_ones() -> None:
     kv.commit(one, 8)
     kv.release(one)
     kv.seat(sequence([50] * 8), NO_MATCH)
-    assert kv.total_evictions == 0
+    assert kv.total_kv_evictions == 0
 
 
 def test_fork_shares_everything_and_the_last_owner_writes_in_place() -> None:

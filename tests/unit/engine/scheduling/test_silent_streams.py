@@ -68,8 +68,8 @@ def test_silent_streams_are_searched_one_a_step_until_a_draft_is_right() -> None
 
 def test_nobody_is_searched_where_rows_cost_what_they_bring() -> None:
     found, silent, speculation = run(24, STEEP)
-    counted = speculation.undrafted["batch"]
+    counted = speculation.total_undrafted["batch"]
     for _ in range(5):
         found.one_step()
     assert not silent.asked
-    assert speculation.undrafted["batch"] == counted + 5 * 24
+    assert speculation.total_undrafted["batch"] == counted + 5 * 24
