@@ -113,6 +113,18 @@ async def test_a_request_is_found_by_every_name_that_its_client_knows() -> None:
         assert [(one["client_id"], one["state"]) for one in listed["ended"]] == [("mine", "done")] * 2
 
 
+async def test_the_largest_gap_between_the_tokens_of_a_stream_is_told() -> None:
+    async with asked() as it:
+        await it.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}, headers={"x-request-id": "mine"})
+        it.run.add(*it.engine.submitted, request("b", 10, 2))
+        it.run.one_step()
+        (one,) = (await it.get("/debug/requests/mine"))["requests"]
+        assert one["largest_gap"]["milliseconds"] >= 0
+        assert one["largest_gap"].keys() == {"milliseconds", "began_at"}
+        (one,) = (await it.get("/debug/requests/b"))["requests"]
+        assert one["largest_gap"] is None, "this server has not sent it"
+
+
 async def test_who_waits_is_listed_with_the_reason() -> None:
     async with asked(max_num_seqs=1, max_num_batched_tokens=64) as it:
         it.run.add(request("a", 20, 5), request("b", 10, 2))

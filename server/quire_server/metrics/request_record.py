@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import chain
 
 from quire_engine.contract.types import RequestTiming
 from quire_server.metrics.metric_catalog import Outcome, RequestMetrics
@@ -38,6 +39,8 @@ class RequestRecord:
         "_ended",
         "_finished",
         "_first",
+        "_gap",
+        "_gap_began",
         "_id",
         "_last",
         "_load",
@@ -79,6 +82,7 @@ class RequestRecord:
         self._last: list[float] = [0.0] * n
         self._counts = [0] * n
         self._token_seconds = 0.0  # summed over choices: from each one's first token to its last
+        self._gap, self._gap_began = 0.0, 0.0  # the longest one between two tokens of a choice
         self._cached = 0
         self._timing: RequestTiming | None = None
         self._prompt_counted = False
@@ -110,6 +114,8 @@ class RequestRecord:
             gap = now - self._last[choice]
             metrics.itl.observe(gap / following, following)
             self._token_seconds += gap
+            if gap > self._gap:
+                self._gap, self._gap_began = gap, self._last[choice]
             self._last[choice] = now
         self._counts[choice] += count
 
@@ -163,12 +169,16 @@ class RequestRecord:
     def row(self) -> RequestRow:
         """The request's phases and their durations so far."""
         now = time.monotonic()
+        epoch = time.time() - now
         timing, first = self._timing, self._first
         last = max(self._last) if self._finished else now
         state = self._outcome or ("waiting" if first is None else "running")
+        gap, began = self._gap, self._gap_began
+        if first is not None and not self._finished and (silence := now - max(self._last)) > gap:
+            gap, began = silence, max(self._last)  # it lasts
         return RequestRow(
             id=self._id,
-            at=round(time.time() - (now - self._started), 3),
+            at=round(epoch + self._started, 3),
             state=state,
             n=self._n,
             prompt_tokens=self._prompt_tokens,
@@ -180,6 +190,8 @@ class RequestRecord:
             prefill=0.0 if timing is None else round(timing.prefill_seconds, 4),
             decode=0.0 if first is None else round(max(0.0, last - first), 4),
             preemptions=0 if timing is None else timing.num_preemptions,
+            gap=round(gap, 4),
+            gap_at=round(epoch + began, 3) if gap else None,
         )
 
     def summary(self) -> RequestSummary:
@@ -313,6 +325,8 @@ class RequestRow:
     prefill: float
     decode: float
     preemptions: int
+    gap: float  # the longest between two tokens of a choice; of an unfinished request also that since its last token
+    gap_at: float | None  # when it began, seconds since the epoch; None: there are no two tokens yet
 
 
 class RequestBoard:
@@ -346,6 +360,12 @@ class RequestBoard:
             return rows
         rows += [row for guests, _ in self._guests.values() for row in guests]
         return sorted(rows, key=lambda row: row.at)[:most]
+
+    def find(self, request_id: str) -> RequestRow | None:
+        """The row of a request by the engine's id; None if it ended too long ago."""
+        guests = [row for rows, _ in self._guests.values() for row in rows]
+        rows = chain(reversed(self.ended), (row() for row in self._live.values()), guests)
+        return next((row for row in rows if row.id == request_id), None)
 
     def show_guest(self, key: int, rows: list[RequestRow], num_live: int) -> None:
         """The unfinished requests of another process are these, of `num_live`; none: forget it."""

@@ -80,6 +80,7 @@ async def explain_request(request_id: RequestId, request: Request) -> Response:
     state = state_of(request)
     answer = msgspec.json.decode(await _ask(state, "request", ids=state.names.find(request_id)))
     for one in answer["requests"]:
+        one["largest_gap"] = _largest_gap(state, one["request_id"])
         _named(state, one, "took_blocks")
         _name_prefix(state, one["prefix"])
         for taker in one["took_blocks"]:
@@ -121,6 +122,12 @@ async def _ask(state: ServerState, what: str, replica: str = "", **arguments: ob
         raise NotRemembered(f"{str(error)[:1].upper()}{str(error)[1:]}.") from None
     except QuireError as error:
         raise NotReady(f"Not answered: {error}.", retry_after_seconds=RETRY_SECONDS) from None
+
+
+def _largest_gap(state: ServerState, request_id: str) -> dict[str, float | None] | None:
+    """The longest time between two tokens of the request, as this server got them; None if it has forgotten them."""
+    row = state.metrics.load.board.find(request_id)
+    return None if row is None else {"milliseconds": round(1000 * row.gap, 1), "began_at": row.gap_at}
 
 
 def _name_prefix(state: ServerState, prefix: dict[str, Any] | None) -> None:

@@ -103,6 +103,24 @@ def test_choices_share_one_prompt_and_have_their_own_gaps(clock):
     assert scrape("quire_request_params_max_tokens_count") == 0
 
 
+def test_the_longest_gap_is_kept_with_its_beginning_and_a_silence_counts_while_it_lasts(clock):
+    metrics = Metrics("tiny")
+    record = metrics.start(prompt_tokens=1, max_tokens=9, n=2, request_id="r")
+    rows = []
+    for choice, seconds in ((0, 1), (1, 1), (0, 2), (1, 4), (0, 3.5)):
+        clock.now += seconds
+        record.tokens(choice, 1, clock.now)
+        rows.append(metrics.load.board.find("r"))
+    assert [row.gap for row in rows] == [0, 0, 3, 6, 7.5]
+    assert [row.gap_at and round(row.gap_at - row.at) for row in rows] == [None, None, 1, 2, 4]
+    clock.now += 8
+    assert metrics.load.board.find("r").gap == 8, "it lasts"
+    record.finish("abort")
+    ended = metrics.load.board.find("r")
+    assert (ended.gap, round(ended.gap_at - ended.at)) == (7.5, 4)
+    assert metrics.load.board.find("s") is None
+
+
 def test_a_first_burst_counts_one_first_token_and_the_rest_as_gaps(clock):
     metrics = Metrics("tiny")
     record = metrics.start(prompt_tokens=1, max_tokens=3, n=1)
