@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import takewhile
@@ -366,28 +366,27 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
     for name, field in _FIELDS.items():
         shown = name in _OF_NODES if is_node else name not in _OF_NODES_ALONE
-        _add_flag(groups[option_group(field)], name, field, None if shown else argparse.SUPPRESS)
+        _add_flag(groups[option_group(field)].add_argument, name, field, None if shown else argparse.SUPPRESS)
     add_hidden_flags(parser, _FIELDS)
     return parser
 
 
-def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo, text: str | None = None) -> None:
+def _add_flag(add: Callable[..., object], name: str, field: FieldInfo, text: str | None = None) -> None:
+    """Declare a flag by `add`, the `add_argument` of its group."""
     kind = value_kind(field.annotation)
     text = _help_text(field).replace("%", "%%") if text is None else text
     if name == SET:
-        group.add_argument(
-            flag_name(name), action="append", type=_experiment, dest=name, metavar="NAME=VALUE", help=text
-        )
+        add(flag_name(name), action="append", type=_experiment, dest=name, metavar="NAME=VALUE", help=text)
     elif kind is bool:
-        group.add_argument(flag_name(name), action=argparse.BooleanOptionalAction, dest=name, help=text)
+        add(flag_name(name), action=argparse.BooleanOptionalAction, dest=name, help=text)
     elif kind is tuple:
-        group.add_argument(flag_name(name), nargs="+", action="extend", dest=name, metavar="S", help=text)
+        add(flag_name(name), nargs="+", action="extend", dest=name, metavar="S", help=text)
     elif name == "model":
-        group.add_argument(flag_name(name), action=_Model, dest=name, metavar="TEXT", help=text)
+        add(flag_name(name), action=_Model, dest=name, metavar="TEXT", help=text)
     elif get_origin(kind) is Literal:
-        group.add_argument(flag_name(name), dest=name, type=synonym_of(name), choices=get_args(kind), help=text)
+        add(flag_name(name), dest=name, type=synonym_of(name), choices=get_args(kind), help=text)
     else:
-        group.add_argument(flag_name(name), dest=name, metavar=_metavar(kind, option_unit(field)), help=text)
+        add(flag_name(name), dest=name, metavar=_metavar(kind, option_unit(field)), help=text)
 
 
 def _experiment(text: str) -> str:

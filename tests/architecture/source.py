@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -62,10 +63,11 @@ def imports(module: str, *, when_loaded: bool = False) -> frozenset[str]:
 
 @cache
 def loaded_by_name(module: str) -> frozenset[str]:
-    """Full names of the project's modules that a module hands to `import_module`, itself or out of its tables."""
+    """Full names of modules that a module hands to `import_module`, itself or out of tables, its own or imported."""
     if "import_module" not in text(module):
         return frozenset()
-    nodes = ast.walk(tree(module))
+    tables = [module, *(imports(module) & modules().keys())]
+    nodes = chain.from_iterable(ast.walk(tree(each)) for each in tables)
     names = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return frozenset(name for name in names if "." in name and name in modules())
 

@@ -231,7 +231,7 @@ def test_command_lines_are_understood(example: Example) -> None:
     else:
         from importlib import import_module
 
-        from quire_server.cli import COMMANDS as MODULES
+        from quire_server.commands import COMMANDS as MODULES
         from quire_server.flags import parse_flags
 
         own, served = words[1:], []

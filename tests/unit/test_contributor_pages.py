@@ -16,7 +16,7 @@ from quire_engine.contract.types import WAIT_REASONS
 from quire_engine.scheduling.log.request_life import Phase
 from quire_lab.commands.diagnosis import causes
 from quire_server.app import ROUTERS
-from quire_server.cli import COMMANDS
+from quire_server.commands import COMMANDS
 from quire_server.metrics.metrics import Metrics
 from quire_server.settings import Settings, spelled
 from support.documents import FOLDER_PAGES, ROOT, section, text

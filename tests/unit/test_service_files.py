@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from quire_server.cli import COMMANDS
+from quire_server.commands import COMMANDS
 from quire_server.flags import parse_flags
 from quire_server.programs.launch import BAD_USAGE
 from quire_server.settings import Settings

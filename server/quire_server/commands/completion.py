@@ -13,7 +13,7 @@ from pathlib import Path
 
 import shtab
 
-from quire_server.cli import COMMANDS
+from quire_server.commands import COMMANDS
 from quire_server.flags import SERVE
 from quire_server.flags import build_parser as parser_of
 from quire_server.showing.terminal import DONE, Parser

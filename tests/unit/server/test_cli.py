@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from quire_server import cli
+from quire_server.commands import COMMANDS
 
 
 def quire(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -63,10 +64,10 @@ def parsers(parser: ArgumentParser) -> Iterator[ArgumentParser]:
                 yield from parsers(each)
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_help_text_is_formatted(name: str, capfd: pytest.CaptureFixture[str]):
     """A bare percent sign in a help text ends the process only when the text is printed."""
-    module = import_module(cli.COMMANDS[name][0])
+    module = import_module(COMMANDS[name][0])
     for parser in parsers(module.build_parser()) if hasattr(module, "build_parser") else ():
         assert parser.format_help().startswith("usage: ")
     printed = []
@@ -112,7 +113,7 @@ def test_a_background_job_ignores_a_ctrl_c_until_its_command_decides():
 
 
 def test_every_command_has_its_module():
-    named = {module for module, _ in cli.COMMANDS.values()}
+    named = {module for module, _ in COMMANDS.values()}
     for module in named:
         assert callable(import_module(module).run)
     for package in ("quire_server", "quire_lab"):

@@ -13,6 +13,7 @@ import shtab
 
 from quire_kernels.cpu import build
 from quire_server import cli
+from quire_server.commands import COMMANDS as OF_QUIRE
 from quire_server.commands import build_kernels
 from quire_server.commands.completion import whole_parser
 from quire_server.settings import Settings, flag_name, plain_fields
@@ -27,7 +28,7 @@ def names(command: str) -> set[str]:
 
 
 def test_every_command_and_every_setting_is_there() -> None:
-    assert list(COMMANDS) == list(cli.COMMANDS)
+    assert list(COMMANDS) == list(OF_QUIRE)
     flags = {flag_name(name) for name in plain_fields(Settings)}
     assert flags <= names("serve")
     assert flags <= names("run-batch")

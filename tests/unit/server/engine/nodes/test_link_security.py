@@ -102,6 +102,28 @@ def test_the_documents_secrets_open_a_node_and_others_do_not(
     run(body)
 
 
+def test_two_authorities_in_one_file_are_accepted_in_any_order(tmp_path: Path) -> None:
+    """As while one takes the place of the other."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        folder.mkdir()
+        make_secrets(folder)
+    both = tmp_path / "both.crt"
+
+    async def body() -> None:
+        for first, second in ((old, new), (new, old)):
+            both.write_bytes((first / "ca.crt").read_bytes() + (second / "ca.crt").read_bytes())
+            ends = [link_security(each / "peer.crt", each / "peer.key", both) for each in (old, new)]
+            async with (
+                served_node(security=ends[0]) as node,
+                front([node.address], security=ends[1]) as (together, client),
+            ):
+                together.submit(request("r", (1,), tokens=3))
+                await client.until(lambda: ("r", 0) in client.ends)
+
+    run(body)
+
+
 def test_a_front_does_not_speak_to_a_node_without_certificates(documented: tuple[LinkSecurity, ...]) -> None:
     async def body() -> None:
         async with served_node(security=LinkSecurity()) as node:
