@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quire_engine.contract.types import TenantStats
@@ -46,10 +46,6 @@ class TenantService:
     def elsewhere(self, name: str, tenant: str) -> float:
         """The tenant's service by all replicas but this one's running engine."""
         return self._totals.get(tenant, 0.0) - self._by_replica.get(name, {}).get(tenant, 0.0)
-
-    def all_elsewhere(self, name: str) -> dict[str, float]:
-        """`ReplicaView.service_elsewhere`."""
-        return {tenant: self.elsewhere(name, tenant) for tenant in self._totals}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +142,3 @@ def request_seconds(view: ReplicaView, *, prompt_tokens: int, output_tokens: int
     decodes = max(view.decodes, 1)
     of_decode = cost.decode_seconds(decodes, view.context) / decodes
     return prompt_tokens * cost.prompt_seconds(budget) / budget + output_tokens * of_decode
-
-
-def first_to_go(views: Sequence[ReplicaView], cached_blocks: Mapping[str, int]) -> str:
-    """The replica that is worth least to its fleet: with the fewest cached seconds, then the fewest requests.
-
-    Cached seconds are what it would take to compute its cached blocks again.
-    """
-
-    def worth(view: ReplicaView) -> tuple[float, int, str]:
-        budget = view.limits.max_num_batched_tokens
-        tokens = cached_blocks.get(view.name, 0) * view.limits.block_size
-        return tokens * view.cost.prompt_seconds(budget) / budget, view.requests, view.name
-
-    return min(views, key=worth).name

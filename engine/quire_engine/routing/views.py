@@ -6,8 +6,8 @@ sockets, clocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from quire_engine.contract.errors import QuireError
@@ -44,7 +44,6 @@ class ReplicaView:
     blocks_freed_rate: float = 0.0  # blocks that ending requests give back, a second; 0: unknown
     step_ends_in: float = 0.0  # seconds until the running step ends
     slowness: float = 1.0  # seen TTFT over the predicted one, a running mean
-    service_elsewhere: Mapping[str, float] = field(default_factory=dict)  # of each tenant, by all other replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,6 @@ class Route:
     name: str  # of the replica
     predicted_ttft: float  # seconds from now
     hit_blocks: int = 0  # blocks of its prompt that the replica is known to have
-    prefill_on: str = ""  # another replica that computes the prompt; empty: the same
     why: str = ""  # for the access log and for "why slow"
 
 

@@ -9,7 +9,7 @@ import pytest
 from quire_engine.contract.limits import SchedulerLimits
 from quire_engine.contract.types import TenantStats
 from quire_engine.cost_model import CostModel
-from quire_engine.routing.fleet import TenantService, WantedReplicas, first_to_go, request_seconds, wanted_together
+from quire_engine.routing.fleet import TenantService, WantedReplicas, request_seconds, wanted_together
 from quire_engine.routing.views import ReplicaView
 
 COST = CostModel(step=0.01, row=1e-4, prompt=((1, 0.011), (512, 0.06)))
@@ -24,7 +24,7 @@ def test_service_elsewhere_is_that_of_all_others() -> None:
     service = TenantService()
     service.observe("a", stats(x=100.0, y=5.0))
     service.observe("b", stats(x=30.0))
-    assert service.all_elsewhere("a") == {"x": 30.0, "y": 0.0}
+    assert (service.elsewhere("a", "x"), service.elsewhere("a", "y")) == (30.0, 0.0)
     assert service.elsewhere("b", "x") == 100.0
     assert service.elsewhere("c", "x") == 130.0
 
@@ -80,12 +80,6 @@ def test_fronts_that_share_replicas_want_no_more_than_one_front_would() -> None:
     assert alone.count == 5
     assert sum(wanted.count for wanted in each) == 15
     assert sum(wanted.work for wanted in each) == pytest.approx(alone.work)
-
-
-def test_the_replica_with_the_fewest_cached_seconds_goes_first() -> None:
-    slow = replace(COST, prompt=((1, 0.11), (512, 0.6)))
-    views = [VIEW, replace(VIEW, name="b", cost=slow), replace(VIEW, name="c")]
-    assert first_to_go(views, {"a": 500, "b": 100, "c": 400}) == "c"
 
 
 def test_a_request_costs_its_prompt_and_its_part_of_the_steps() -> None:
