@@ -124,10 +124,8 @@ class TorchDistributed:
         own[-1, : len(own_waited)] = own_waited
         parts = [torch.empty_like(own) for _ in widths]
         began = time.monotonic_ns()
-        try:
+        with self._lost():
             dist.all_gather(parts, own, group=self._group)
-        except RuntimeError as error:
-            raise RankLost(f"rank {self.rank} has lost another one: {error}") from error
         for rank, part in enumerate(parts):
             data[:, starts[rank] : starts[rank + 1]] = part[:-1, : widths[rank]]
             self._waited[rank : rank + 1].view(torch.uint8)[:] = part[-1, : len(own_waited)]
@@ -137,26 +135,28 @@ class TorchDistributed:
         found = own.new_empty(self.size, *own.shape)
         # torch 2.13 has another name for it, and says so wherever the old one is used.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        try:
+        with self._lost():
             gather(found.view(-1), own.view(-1), group=self._group)
-        except RuntimeError as error:
-            raise RankLost(f"rank {self.rank} has lost another one: {error}") from error
         return found
 
     def share(self, values: Tensor) -> None:
-        try:
+        with self._lost():
             dist.broadcast(values, group=self._group, group_src=0)
-        except RuntimeError as error:
-            raise RankLost(f"rank {self.rank} has lost another one: {error}") from error
 
     def broadcast(self, data: bytes | None) -> bytes:
         size = torch.tensor([len(data or b"")], device=self._device)
-        try:
+        with self._lost():
             dist.broadcast(size, group=self._group, group_src=0)
             told = torch.empty(int(size), dtype=torch.uint8, device=self._device)
             if data:
                 told[:] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             dist.broadcast(told, group=self._group, group_src=0)
+        return told.cpu().numpy().tobytes()
+
+    @contextmanager
+    def _lost(self) -> Iterator[None]:
+        """Raise RankLost for what torch raises when another rank has ended."""
+        try:
+            yield
         except RuntimeError as error:
             raise RankLost(f"rank {self.rank} has lost another one: {error}") from error
-        return told.cpu().numpy().tobytes()

@@ -89,6 +89,11 @@ class LoadProgress:
     total: int = 0  # 0: not known
     unit: str = "bytes"
 
+    @property
+    def ratio(self) -> float:
+        """The share that is done, 0 to 1; 0 where the total is not known."""
+        return min(1.0, self.done / self.total) if self.total > 0 else 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartFailed:

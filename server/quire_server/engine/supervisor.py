@@ -194,8 +194,7 @@ class Supervisor:
         """The progress of the load, 0 to 1; 1 once the engine is ready."""
         if self.state is EngineState.READY:
             return 1.0
-        progress = self.progress
-        return min(1.0, progress.done / progress.total) if progress is not None and progress.total > 0 else 0.0
+        return 0.0 if self.progress is None else self.progress.ratio
 
     @property
     def _is_stopped(self) -> bool:

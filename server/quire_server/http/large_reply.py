@@ -15,6 +15,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire_server.errors import NotReady
+from quire_server.http.disconnect import until_disconnect
 
 WHOLE_BYTES = 1 << 18  # a larger reply is streamed
 _CHUNK_BYTES = 1 << 16
@@ -124,7 +125,7 @@ class PiecedReply(Response):
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, chunk: bytes, pieces: Iterator[bytes], receive: Receive, send: Send) -> None:
-        leaving = asyncio.ensure_future(_until_disconnect(receive))
+        leaving = asyncio.ensure_future(until_disconnect(receive))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             while chunk and not leaving.done():
@@ -153,8 +154,3 @@ async def joined(pieces: Iterator[bytes], least: int) -> bytes:
     if size >= least:
         await asyncio.sleep(0)  # sending alone may not yield
     return b"".join(found)
-
-
-async def _until_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -20,13 +20,13 @@ from prometheus_client.registry import Collector
 
 from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.types import WAIT_REASONS
-from quire_server.metrics.adapter_metrics import AdapterMetrics
 from quire_server.metrics.gpu_use import GpuMetrics
 from quire_server.metrics.history import MINUTE, History
 from quire_server.metrics.metric_catalog import (
     REJECT_REASONS,
     REQUEST_SECONDS,
     STALL_SECONDS,
+    AdapterMetrics,
     BatchMetrics,
     EngineMetrics,
     MinuteMetrics,

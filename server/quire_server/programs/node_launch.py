@@ -12,7 +12,6 @@ import signal
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from quire_engine.contract.config import EngineConfig, EnginePlan
 from quire_engine.contract.errors import ConfigError
@@ -41,7 +40,7 @@ from quire_server.programs.launch import (
 )
 from quire_server.programs.node_scrape import scraped
 from quire_server.programs.service_manager import service_manager
-from quire_server.programs.stopping import Stop, stop_signals
+from quire_server.programs.stopping import Stop, first_of, stop_signals
 from quire_server.settings import ServerLimits, Settings
 
 log = logging.getLogger("quire")
@@ -101,13 +100,13 @@ async def _serve(settings: Settings, output: Output) -> int:
             where = await node.listen(parse_address(settings.listen or "", "--listen"))
             log.info("a node listens on %s; fronts wait until the model is loaded", ", ".join(map(str, where)))
             digest = await asyncio.to_thread(model_digest, settings.model_path)
-            await _first(starting, stop.asked)
+            await first_of(starting, stop.asked)
             if not starting.done():
                 return DONE
             node.started(_named(starting.result(), digest))
             _greet(starting.result())
             manager.ready(f"a node on {', '.join(map(str, where))}")
-            await _first(stop.asked, engine.dead)
+            await first_of(stop.asked, engine.dead)
             if not engine.dead.done():
                 await _wind_up(node, settings, stop)
             return CRASH_LOOP if engine.dead.done() else DONE
@@ -116,10 +115,6 @@ async def _serve(settings: Settings, output: Output) -> int:
             await asyncio.gather(starting, return_exceptions=True)
             await node.close()
             await engine.stop()
-
-
-async def _first(*futures: asyncio.Future[Any], seconds: float | None = None) -> None:
-    await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
 
 def node_config(settings: Settings) -> EngineConfig:
@@ -151,7 +146,7 @@ async def _wind_up(node: Node, settings: Settings, stop: Stop) -> None:
              node.num_fronts, settings.drain_timeout)  # fmt: skip
     node.drain()
     idle = asyncio.create_task(node.empty())
-    await _first(idle, stop.insisted, seconds=settings.drain_timeout)
+    await first_of(idle, stop.insisted, seconds=settings.drain_timeout)
     if not idle.done():
         log.warning("ending with %d requests that have not finished", node.num_live)
     idle.cancel()

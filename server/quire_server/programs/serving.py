@@ -36,7 +36,7 @@ from quire_server.logs.throughput import log_throughput
 from quire_server.metrics.metrics import while_loading
 from quire_server.programs.service_manager import service_manager
 from quire_server.programs.several_launch import SeveralEngines
-from quire_server.programs.stopping import Stop
+from quire_server.programs.stopping import Stop, first_of
 from quire_server.programs.warming import warm
 from quire_server.settings import Settings
 
@@ -71,7 +71,7 @@ async def serve(settings: Settings, engines: Engines | SeveralEngines, starting:
         ):
             log.info("listening on %s; until the model is loaded requests get 503", listening.where)
             building = asyncio.create_task(_build(settings, engines, starting, credentials))
-            await _first(building, stop.asked, listener_task)
+            await first_of(building, stop.asked, listener_task)
             if not building.done():
                 await _cancel(building)
                 return True
@@ -94,7 +94,7 @@ async def serve(settings: Settings, engines: Engines | SeveralEngines, starting:
                 listener.announce(listening)
                 manager.ready(f"serving {settings.model_names[0]} on {listening.where}")
                 _greet(settings, state, listening)
-                await _first(stop.asked, engines.dead, listener_task)
+                await first_of(stop.asked, engines.dead, listener_task)
                 await _wind_up(settings, state, engines, app.state.requests, stop, others=others)
             finally:
                 await _cancel(*stats)
@@ -199,14 +199,14 @@ async def _wind_up(
     log.info("draining %d requests for up to %g s; Ctrl-C again to stop now", num_open, settings.drain_timeout)
     # Requests in preparation count as accepted, like requests in the engine.
     idle = asyncio.create_task(_idle(state, work, others))
-    await _first(idle, stop.insisted, engines.dead, seconds=settings.drain_timeout)
+    await first_of(idle, stop.insisted, engines.dead, seconds=settings.drain_timeout)
     if not idle.done():
         log.warning("ending %d requests that have not finished", sum(1 for task in work if not task.done()))
     # Clients get their errors first: that needs no engine, and stopping the engine may take as long as a step.
     for each in state.every:
         each.client.close()
     stopping = asyncio.create_task(engines.stop())
-    await _first(idle, seconds=LAST_WORDS_SECONDS)
+    await first_of(idle, seconds=LAST_WORDS_SECONDS)
     requests.refuse_unanswered()
     if others is not None:
         await others.order("refuse", _LAST_SECONDS)
@@ -252,11 +252,6 @@ async def _reload(credentials: Credentials) -> None:
     except BadRequest as refusal:
         status = refusal.status
     log_signal("reload", signal.SIGHUP.name, status)
-
-
-async def _first(*futures: asyncio.Future[Any], seconds: float | None = None) -> None:
-    """Wait until one of the futures is done or `seconds` are over."""
-    await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:

@@ -8,6 +8,7 @@ import logging
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 log = logging.getLogger("quire")
 
@@ -42,3 +43,8 @@ def stop_signals() -> Iterator[Stop]:
         for number, handler in before.items():
             loop.remove_signal_handler(number)
             signal.signal(number, handler)
+
+
+async def first_of(*futures: asyncio.Future[Any], seconds: float | None = None) -> None:
+    """Wait until one of the futures is done or `seconds` are over."""
+    await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -138,18 +138,16 @@ class TextTokenizer:
 
         Raises BadRequest for text that is not valid Unicode.
         """
-        try:
-            # The batch form releases the GIL, so that a long text does not block the event loop.
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            ids: list[int] = encoding.ids
-        except (TypeError, UnicodeEncodeError) as exc:
-            raise BadRequest("The text is not valid Unicode: it has a lone surrogate.") from exc
-        return ids
+        return self._ids(text, add_special_tokens)
 
     def encode_pair(self, one: str, other: str, *, add_special_tokens: bool) -> list[int]:
         """Encode two texts that belong together, joined by the post-processor. Raises BadRequest."""
+        return self._ids((one, other), add_special_tokens)
+
+    def _ids(self, text: str | tuple[str, str], add_special_tokens: bool) -> list[int]:
         try:
-            (encoding,) = self._tokenizer.encode_batch_fast([(one, other)], add_special_tokens=add_special_tokens)
+            # The batch form releases the GIL, so that a long text does not block the event loop.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             ids: list[int] = encoding.ids
         except (TypeError, UnicodeEncodeError) as exc:
             raise BadRequest("The text is not valid Unicode: it has a lone surrogate.") from exc

@@ -134,8 +134,7 @@ class RemoteEngine:
     def load_ratio(self) -> float:
         if self.state is EngineState.READY:
             return 1.0
-        progress = self.progress
-        return min(1.0, progress.done / progress.total) if progress is not None and progress.total > 0 else 0.0
+        return 0.0 if self.progress is None else self.progress.ratio
 
     def trouble(self) -> str | None:
         return None if self.state is EngineState.READY else "no node serves"
