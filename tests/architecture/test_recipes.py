@@ -25,12 +25,14 @@ from architecture.test_contributing import LOOKS_LIKE_A_PATH, section
 from quire_engine.contract import config
 from quire_engine.contract.limits import LIMIT_NAMES, PolicyName, SchedulerConfig, SchedulerLimits, VictimName
 from quire_engine.contract.types import EngineStats, SamplingParams
+from quire_engine.execution.drafting.suffix import SuffixDrafter
 from quire_engine.execution.models import families
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.scheduling import scheduler
 from quire_engine.scheduling.log import inspection
 from quire_engine.scheduling.policies import VICTIMS, Policies, policies_for
 from quire_engine.scheduling.roster import Roster
+from quire_engine.scheduling.speculation import Speculation
 from quire_kernels import kernel_set
 from quire_kernels.activations import DEFINITIONS, Activation, gated
 from quire_kernels.cpu.linear import GATES
@@ -170,6 +172,14 @@ def test_a_metric_of_the_engine_is_a_field_an_attribute_of_its_name_and_a_declar
     counted = metrics.Metrics("tiny")
     counted.observe_step(scheduler.Scheduler(SchedulerConfig(num_blocks=8, max_model_len=64)).stats())
     assert Scrape(counted)("quire_naps_total") == 3
+
+
+def test_what_the_scheduler_counts_is_a_field_of_its_name():
+    made = scheduler.Scheduler(SchedulerConfig(num_blocks=8, max_model_len=64))
+    parts = made._kv, made._roster, made._planner.admission, Speculation(SuffixDrafter(), made._kv)
+    counted = {name for part in parts for name in vars(part) if name.startswith("total_")}
+    assert len(counted) > 10
+    assert counted <= {field.name for field in fields(EngineStats)}
 
 
 def test_a_setting_is_a_field(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
