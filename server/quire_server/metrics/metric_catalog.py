@@ -25,9 +25,8 @@ from quire_engine.contract.types import (
     PinEvent,
 )
 from quire_server.metrics.metric_values import Histogram, Total, Values
-from quire_server.metrics.prefill_cost import PrefillCost
 from quire_server.metrics.samples import Window
-from quire_server.metrics.step_metrics import StepMetrics
+from quire_server.metrics.step_metrics import PrefillCost, StepMetrics
 
 Outcome = Literal["stop", "length", "abort", "error"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error")

@@ -15,6 +15,8 @@ _SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5
 _HOST_SECONDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 1.0)
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+_KEPT = 0.98  # factor on older measurements per step: about the last fifty count
+_MOSTLY = 4  # fewest prompt tokens per decode in a step that is measured
 
 
 class StepMetrics:
@@ -90,3 +92,35 @@ class StepMetrics:
         steps = list(self._last)
         self._last.clear()
         return steps
+
+
+class PrefillCost:
+    """The slope of a line through the last steps that computed prompts: seconds over tokens."""
+
+    __slots__ = ("_n", "_x", "_xx", "_xy", "_y")
+
+    def __init__(self) -> None:
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def learn(self, *, prompt_tokens: int, num_decodes: int, seconds: float) -> None:
+        """Take in a step's sizes and the model's seconds; steps with mostly decodes are ignored."""
+        if prompt_tokens == 0 or prompt_tokens < _MOSTLY * num_decodes:
+            return
+        tokens = prompt_tokens + num_decodes
+        self._n = self._n * _KEPT + 1
+        self._x = self._x * _KEPT + tokens
+        self._y = self._y * _KEPT + seconds
+        self._xx = self._xx * _KEPT + tokens * tokens
+        self._xy = self._xy * _KEPT + tokens * seconds
+
+    @property
+    def seconds_per_token(self) -> float:
+        """0 before the first prompt. If all steps have one size, their mean: an upper bound of the slope."""
+        if self._n == 0:
+            return 0.0
+        mean = self._y / self._x
+        spread = self._xx - self._x * self._x / self._n
+        if spread < 0.01 * self._xx:
+            return mean
+        slope = (self._xy - self._x * self._y / self._n) / spread
+        return slope if 0 < slope < mean else mean

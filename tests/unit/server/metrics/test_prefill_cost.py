@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire_server.metrics.metrics import Metrics
-from quire_server.metrics.prefill_cost import PrefillCost
+from quire_server.metrics.step_metrics import PrefillCost
 from support.exposition import Scrape, busy
 
 
