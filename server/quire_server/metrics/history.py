@@ -178,7 +178,6 @@ class History:
             decode=int(second.gain("decoded")),
             generated=int(second.gain("generated")),
             busy=round(second.busy, 3),
-            step_ms=round(1e3 * max([step.step_seconds for step in steps], default=0.0), 2),
             running=stats.running,
             waiting={reason: count for reason, count in stats.waiting.items() if count},
             kv_waited=round(second.last.kv_waited, 2),
@@ -191,7 +190,6 @@ class History:
             ttft=_quantiles(latencies, "ttft", TTFT_SECONDS),
             itl=_quantiles(latencies, "itl", TOKEN_SECONDS),
             finished=int(second.gain("finished")),
-            rejected=int(second.gain("rejected")),
             failed=int(second.gain("failed")),
             preempted=int(second.gain("preempted")),
             restarts=int(second.gain("restarts")),
@@ -244,11 +242,8 @@ class Blocks:
     shared: int  # used blocks of two or more sequences
     unshared: int  # used blocks of one sequence
     saved: int  # blocks that sharing saves
-    waste: float  # share of the used blocks' token slots that hold no token
     static_longest: int  # blocks under static batching: for each sequence the longest of its batch
     static_full: int  # blocks of one slot of the longest context per running sequence
-    host_used: int
-    host_total: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +270,6 @@ class Frame:
     decode: int
     generated: int
     busy: float  # share of the second that steps took, of several engines the mean
-    step_ms: float  # longest step
     running: int
     waiting: dict[str, int]
     kv_waited: float  # seconds that the queue's head has been waiting for KV blocks
@@ -283,7 +277,6 @@ class Frame:
     ttft: tuple[float, float, float] | None  # p50, p95, p99 in seconds; None without tokens
     itl: tuple[float, float, float] | None
     finished: int
-    rejected: int
     failed: int
     preempted: int
     restarts: int
@@ -333,9 +326,6 @@ def blocks(stats: EngineStats, *, peak: int, static_longest: int, static_full: i
         shared=stats.blocks_shared,
         unshared=stats.blocks_unshared,
         saved=stats.blocks_saved,
-        waste=round(stats.slots_unused / stats.slots_allocated, 4) if stats.slots_allocated else 0.0,
         static_longest=static_longest,
         static_full=static_full,
-        host_used=getattr(stats, "host_blocks_used", 0),
-        host_total=getattr(stats, "host_blocks_total", 0),
     )
