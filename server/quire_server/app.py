@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from http import HTTPStatus
-from importlib.metadata import version
 from typing import Any
 from urllib.parse import quote
 
@@ -59,6 +58,7 @@ from quire_server.logs import lost_lines
 from quire_server.logs.otlp_metrics import RequestMeters
 from quire_server.logs.requests import StoryTeller, log_order, log_reply, story_of
 from quire_server.logs.tracing import Tracing
+from quire_server.metrics.metric_catalog import VERSION
 from quire_server.metrics.metrics import Metrics
 from quire_server.metrics.request_record import CURRENT, RequestStory, totals
 from quire_server.routes import (
@@ -123,7 +123,7 @@ def create_app(state: ServerState) -> FastAPI:
 
     app = FastAPI(
         title="Quire",
-        version=version("quire"),
+        version=VERSION,
         lifespan=lambda app: _lifespan(app, state, collectors),
         redirect_slashes=False,  # a redirect is built from the client's Host header
         docs_url=None,  # the framework's page loads its scripts from elsewhere; ours is in `pages`
@@ -147,8 +147,8 @@ def create_app(state: ServerState) -> FastAPI:
     app.state.markdown = MarkdownRenderer()
     app.state.requests = OpenRequests()
     app.state.batches = batches.batch_service(state, app, max_line_bytes=bodies.largest)
-    for router in ROUTERS:
-        app.include_router(router)
+    for router in ROUTERS:  # their routes as they are: `include_router` would make each anew for every app
+        app.router.routes.extend(router.routes)
     _handle_errors(app)
     _document(app, state, bodies)
     _guard(app, state, bodies, collectors)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -16,6 +15,7 @@ from quire_server.answering.choice import ChoiceDelta
 from quire_server.answering.generation import Generation, Usage
 from quire_server.answering.options import ReplyOptions
 from quire_server.http.sse import DONE
+from quire_server.metrics.metric_catalog import VERSION
 from quire_server.metrics.request_record import RequestSummary
 
 encode = msgspec.json.Encoder().encode
@@ -43,16 +43,13 @@ class ReplyHead:
         return encode(fields)[:-1]
 
 
-_VERSION = version("quire")  # a constant, since it reads files
-
-
 def fingerprint(plan: EnginePlan, adapter: Adapter | None = None) -> str:
     """The system fingerprint: changes with version, model, device, types, kernels or adapter, as answers might.
 
     It has the model's name without its folder, so that equal servers have equal fingerprints.
     """
     identity = (
-        *(_VERSION, Path(plan.model).name, plan.architecture, plan.num_parameters),
+        *(VERSION, Path(plan.model).name, plan.architecture, plan.num_parameters),
         *(plan.device, plan.dtype, plan.kernels, plan.cpu_variant, plan.quantization, plan.kv_cache_dtype),
         plan.deterministic,
         *(() if adapter is None else (adapter.digest,)),

@@ -29,6 +29,7 @@ from quire_server.metrics.samples import Window
 from quire_server.metrics.step_metrics import PrefillCost, StepMetrics
 
 Outcome = Literal["stop", "length", "abort", "error"]
+VERSION = version("quire")  # a constant, since it reads files
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error")
 REJECT_REASONS = (
     *("max_num_queued_reqs", "max_num_queued_tokens", "draining", "tenant", "slo_ttft"),
@@ -725,7 +726,7 @@ class PlanMetrics:
 
     def __init__(self, values: Values) -> None:
         self.build = values.gauge("quire_build_info", "The running version.", ("version",))
-        self.build.set(1, version("quire"))
+        self.build.set(1, VERSION)
         self.model = values.gauge(
             "quire_model_info",
             "The loaded model and how it is computed.",
