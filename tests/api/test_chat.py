@@ -9,7 +9,7 @@ from quire_server.dialects.chat.wire import ChatCompletionResponse
 from quire_server.text.prompt import ChatTemplate
 from support.fake_engine import FakeEngine
 from support.fake_tokenizer import CHAT_TEMPLATE, IM_END, load_tokenizer
-from support.fakes import connect, make_app, make_state
+from support.fakes import connect, make_app
 
 pytestmark = pytest.mark.anyio
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 8}
@@ -109,15 +109,9 @@ AGENT_TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.content }}
 
 
 async def test_history_as_agents_send_it_reaches_the_template() -> None:
-    template = ChatTemplate(AGENT_TEMPLATE, load_tokenizer())
-    try:
-        engine = FakeEngine()
-        state = make_state(engine=engine)
-        state.prompts = state.text._prompts = template
-        async with connect(make_app(state)) as client:
-            reply = await client.post("/v1/chat/completions", json=CHAT | {"messages": HISTORY})
-    finally:
-        template.close()
+    engine = FakeEngine()
+    async with connect(make_app(engine=engine, template=AGENT_TEMPLATE)) as client:
+        reply = await client.post("/v1/chat/completions", json=CHAT | {"messages": HISTORY})
     assert reply.status_code == 200, reply.text
     assert prompt_text(engine) == "user:goassistant:f1tool:1!assistant:gfunction:2!my critic:no!assistant:"
     assert "x-quire-notes" not in reply.headers
@@ -143,14 +137,8 @@ async def test_what_the_template_refuses_is_a_400_with_its_words() -> None:
     source = (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{% endfor %}"
     )
-    template = ChatTemplate(source, load_tokenizer())
-    try:
-        state = make_state()
-        state.prompts = state.text._prompts = template
-        async with connect(make_app(state)) as client:
-            reply = await client.post("/v1/chat/completions", json=CHAT | {"messages": HISTORY})
-    finally:
-        template.close()
+    async with connect(make_app(template=source)) as client:
+        reply = await client.post("/v1/chat/completions", json=CHAT | {"messages": HISTORY})
     assert reply.status_code == 400
     assert "no tools here" in reply.json()["error"]["message"]
 
@@ -174,20 +162,15 @@ async def test_the_last_message_can_be_continued() -> None:
 
 async def test_template_variables() -> None:
     template = ChatTemplate(CHAT_TEMPLATE + "{{ mood }}{{ reasoning_effort }}", load_tokenizer(), {"mood": "calm"})
-    try:
-        engine = FakeEngine()
-        state = make_state(engine=engine)
-        state.prompts = state.text._prompts = template
-        async with connect(make_app(state)) as client:
-            await chat(client)
-            assert prompt_text(engine).endswith("calm")
-            reply = await client.post("/v1/chat/completions", json=CHAT | {"reasoning_effort": "low"})
-            assert "x-quire-ignored" not in reply.headers
-            assert prompt_text(engine).endswith("calmlow")
-            await chat(client, chat_template_kwargs={"mood": "wild"})
-            assert prompt_text(engine).endswith("wild")
-    finally:
-        template.close()
+    engine = FakeEngine()
+    async with connect(make_app(engine=engine, template=template)) as client:
+        await chat(client)
+        assert prompt_text(engine).endswith("calm")
+        reply = await client.post("/v1/chat/completions", json=CHAT | {"reasoning_effort": "low"})
+        assert "x-quire-ignored" not in reply.headers
+        assert prompt_text(engine).endswith("calmlow")
+        await chat(client, chat_template_kwargs={"mood": "wild"})
+        assert prompt_text(engine).endswith("wild")
 
 
 async def test_the_new_name_of_max_tokens_wins() -> None:
@@ -242,7 +225,7 @@ async def test_message_fields_without_effect_are_reported() -> None:
 
 
 async def test_without_a_template_there_is_no_chat() -> None:
-    async with connect(make_app(chat=False)) as client:
+    async with connect(make_app(template=None)) as client:
         reply = await client.post("/v1/chat/completions", json=CHAT)
     assert reply.status_code == 400
     assert "/v1/completions" in reply.json()["error"]["message"]

@@ -46,10 +46,9 @@ class Model:
         self.engine = FakeEngine(replies=self.said)
         known = tokenizer or load_tokenizer()
         self._ids = [*known.encode(text, add_special_tokens=False), EOS]
-        self._template = ChatTemplate(template, known, variants=variants)
-        state = make_state(engine=self.engine)
+        own = ChatTemplate(template, known, variants=variants) if tokenizer or variants else template
+        state = make_state(engine=self.engine, template=own)
         state.tokenizer = known
-        state.prompts = state.text._prompts = self._template
         state.formats = model_formats("auto", "auto", known, template)
         state.named_formats = {
             name: model_formats("auto", "auto", known, source) for name, source in (variants or {}).items()
@@ -97,9 +96,6 @@ class Model:
                         message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
         return {"message": message, "finish_reason": finish, "usage": usage}
 
-    def close(self) -> None:
-        self._template.close()
-
 
 def calls_of(message: dict) -> list[tuple[str, object]]:
     return [
@@ -126,11 +122,8 @@ async def test_whole_and_streamed_replies_have_the_same_calls(
     said: str, fields: dict, content: str | None, calls: list, finish: str
 ):
     model = Model(said)
-    try:
-        whole = (await model.whole(tools=TOOLS, **fields))["choices"][0]
-        streamed = await model.streamed(tools=TOOLS, **fields)
-    finally:
-        model.close()
+    whole = (await model.whole(tools=TOOLS, **fields))["choices"][0]
+    streamed = await model.streamed(tools=TOOLS, **fields)
     assert (whole["message"]["content"], calls_of(whole["message"]), whole["finish_reason"]) == (content, calls, finish)
     assert (streamed["message"]["content"] or None) == content
     assert calls_of(streamed["message"]) == calls
@@ -165,12 +158,9 @@ async def test_marks_that_are_special_tokens_reach_the_parser_and_no_client(
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     model = Model(said, template, TextTokenizer.load(tmp_path))
-    try:
-        whole = (await model.whole(tools=TOOLS))["choices"][0]
-        streamed = await model.streamed(tools=TOOLS)
-        plain = (await model.whole())["choices"][0]["message"]
-    finally:
-        model.close()
+    whole = (await model.whole(tools=TOOLS))["choices"][0]
+    streamed = await model.streamed(tools=TOOLS)
+    plain = (await model.whole())["choices"][0]["message"]
     for message in (whole["message"], streamed["message"]):
         assert (message["reasoning"], message["content"], calls_of(message)) == ("Hm.", "I look.", [WEATHER])
     assert (whole["finish_reason"], streamed["finish_reason"]) == ("tool_calls", "tool_calls")
@@ -185,82 +175,61 @@ async def test_marks_that_are_special_tokens_reach_the_parser_and_no_client(
 async def test_the_prompt_is_the_same_where_no_tool_may_be_called(template: str):
     """As in an agent's last turn, whose prefix is then the cached one of the turns before."""
     model = Model("ok", template)
-    try:
-        await model.whole(tools=TOOLS)
-        before = model.prompt
-        assert "get_weather" in before
-        await model.whole(tools=TOOLS, tool_choice="none")
-        assert model.prompt == before
-    finally:
-        model.close()
+    await model.whole(tools=TOOLS)
+    before = model.prompt
+    assert "get_weather" in before
+    await model.whole(tools=TOOLS, tool_choice="none")
+    assert model.prompt == before
 
 
 async def test_a_model_without_a_place_for_tools_is_told_in_words():
     model = Model('{"name": "get_time", "parameters": {"zone": "CET"}}', CHAT_TEMPLATE)
-    try:
-        whole = (await model.whole(tools=TOOLS))["choices"][0]
-        assert "You can call functions." in model.prompt
-        assert calls_of(whole["message"]) == [("get_time", {"zone": "CET"})]
-        assert whole["finish_reason"] == "tool_calls"
-    finally:
-        model.close()
+    whole = (await model.whole(tools=TOOLS))["choices"][0]
+    assert "You can call functions." in model.prompt
+    assert calls_of(whole["message"]) == [("get_time", {"zone": "CET"})]
+    assert whole["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize("opens", [False, True])
 async def test_thoughts_are_told_from_the_answer(opens: bool):
     said = "I think 🤔.\n</think>\n\nIt is 4."
     model = Model(said if opens else f"<think>\n{said}", OPENING if opens else HERMES)
-    try:
-        reply = await model.whole()
-        message = reply["choices"][0]["message"]
-        assert (message["reasoning"], message["content"]) == ("I think 🤔.", "It is 4.")
-        assert message["reasoning_content"] == message["reasoning"]
-        streamed = await model.streamed()
-        assert (streamed["message"]["reasoning"], streamed["message"]["content"]) == ("I think 🤔.", "It is 4.")
-        counted = reply["usage"]["completion_tokens_details"]["reasoning_tokens"]
-        assert 0 < counted < reply["usage"]["completion_tokens"]
-        assert streamed["usage"] == reply["usage"]
-        hidden = (await model.whole(include_reasoning=False))["choices"][0]["message"]
-        assert "reasoning" not in hidden
-        assert hidden["content"] == "It is 4."
-    finally:
-        model.close()
+    reply = await model.whole()
+    message = reply["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("I think 🤔.", "It is 4.")
+    assert message["reasoning_content"] == message["reasoning"]
+    streamed = await model.streamed()
+    assert (streamed["message"]["reasoning"], streamed["message"]["content"]) == ("I think 🤔.", "It is 4.")
+    counted = reply["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert 0 < counted < reply["usage"]["completion_tokens"]
+    assert streamed["usage"] == reply["usage"]
+    hidden = (await model.whole(include_reasoning=False))["choices"][0]["message"]
+    assert "reasoning" not in hidden
+    assert hidden["content"] == "It is 4."
 
 
 async def test_thoughts_come_before_calls():
     model = Model(f"<think>\nWeather.\n</think>\n\n{CALL}")
-    try:
-        message = (await model.whole(tools=TOOLS))["choices"][0]["message"]
-        assert (message["reasoning"], message["content"], calls_of(message)) == ("Weather.", None, [WEATHER])
-    finally:
-        model.close()
+    message = (await model.whole(tools=TOOLS))["choices"][0]["message"]
+    assert (message["reasoning"], message["content"], calls_of(message)) == ("Weather.", None, [WEATHER])
 
 
 async def test_stop_strings_are_looked_for_in_the_answer_only():
     model = Model("<think>\nstop here\n</think>\n\nGo on, stop here")
-    try:
-        choice = (await model.whole(stop=["stop"]))["choices"][0]
-        assert (choice["message"]["content"], choice["stop_reason"]) == ("Go on, ", "stop")
-        assert choice["message"]["reasoning"] == "stop here"
-    finally:
-        model.close()
+    choice = (await model.whole(stop=["stop"]))["choices"][0]
+    assert (choice["message"]["content"], choice["stop_reason"]) == ("Go on, ", "stop")
+    assert choice["message"]["reasoning"] == "stop here"
 
 
 async def test_the_engine_is_told_how_long_to_think():
     model = Model("x", OPENING)
-    try:
-        await model.whole(max_reasoning_tokens=7)
-        thinking = model.engine.submitted[-1].sampling.thinking
-        assert thinking is not None
-        assert (thinking.max_tokens, thinking.is_open, bytes(thinking.end_ids)) == (7, True, b"</think>")
-    finally:
-        model.close()
+    await model.whole(max_reasoning_tokens=7)
+    thinking = model.engine.submitted[-1].sampling.thinking
+    assert thinking is not None
+    assert (thinking.max_tokens, thinking.is_open, bytes(thinking.end_ids)) == (7, True, b"</think>")
     plain = Model("x", CHAT_TEMPLATE)
-    try:
-        reply = await plain.post(max_reasoning_tokens=7)
-        assert reply.headers["x-quire-ignored"] == "max_reasoning_tokens"
-    finally:
-        plain.close()
+    reply = await plain.post(max_reasoning_tokens=7)
+    assert reply.headers["x-quire-ignored"] == "max_reasoning_tokens"
 
 
 @pytest.mark.parametrize(
@@ -282,11 +251,8 @@ async def test_a_constrained_answer_has_thoughts_before_it_where_they_are_asked_
     template: str, fields: dict, may_think: bool
 ):
     model = Model("yes", template)
-    try:
-        await model.whole(guided_choice=["yes", "no"], **fields)
-        sampling = model.engine.submitted[-1].sampling
-    finally:
-        model.close()
+    await model.whole(guided_choice=["yes", "no"], **fields)
+    sampling = model.engine.submitted[-1].sampling
     assert ("thoughts" in sampling.grammar) == may_think
     assert sampling.thinking_opener is None
 
@@ -294,30 +260,24 @@ async def test_a_constrained_answer_has_thoughts_before_it_where_they_are_asked_
 async def test_where_nothing_is_asked_the_engine_is_told_of_the_mark(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(TextTokenizer, "token_id", lambda _, text: {"<think>": 7, "</think>": 8}.get(text))
     model = Model("yes", SWITCHED)
-    try:
-        await model.whole(tools=TOOLS, tool_choice="required")
+    await model.whole(tools=TOOLS, tool_choice="required")
+    sampling = model.engine.submitted[-1].sampling
+    assert (sampling.thinking_opener, "thoughts" in sampling.grammar) == (7, True)
+    for fields in ({"reasoning_effort": "none"}, {"max_reasoning_tokens": 0}):
+        await model.whole(tools=TOOLS, tool_choice="required", **fields)
         sampling = model.engine.submitted[-1].sampling
-        assert (sampling.thinking_opener, "thoughts" in sampling.grammar) == (7, True)
-        for fields in ({"reasoning_effort": "none"}, {"max_reasoning_tokens": 0}):
-            await model.whole(tools=TOOLS, tool_choice="required", **fields)
-            sampling = model.engine.submitted[-1].sampling
-            assert (sampling.thinking_opener, "thoughts" in sampling.grammar) == (None, False)
-        await model.whole(tools=TOOLS)  # no grammar, nothing to be opened beside
-        assert model.engine.submitted[-1].sampling.thinking_opener is None
-    finally:
-        model.close()
+        assert (sampling.thinking_opener, "thoughts" in sampling.grammar) == (None, False)
+    await model.whole(tools=TOOLS)  # no grammar, nothing to be opened beside
+    assert model.engine.submitted[-1].sampling.thinking_opener is None
 
 
 async def test_what_follows_a_stop_string_is_no_call():
     """Also where the engine makes several tokens at once, as many as it can."""
     model = Model(f"So STOP {CALL}")
     model.engine.tokens_per_step = 400
-    try:
-        choice = (await model.whole(tools=TOOLS, stop=["STOP"]))["choices"][0]
-        assert (choice["message"]["content"], choice["finish_reason"]) == ("So ", "stop")
-        assert choice["message"]["tool_calls"] is None
-    finally:
-        model.close()
+    choice = (await model.whole(tools=TOOLS, stop=["STOP"]))["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("So ", "stop")
+    assert choice["message"]["tool_calls"] is None
 
 
 async def test_requests_with_tools_get_the_template_for_tools_and_its_format_of_calls() -> None:
@@ -339,10 +299,7 @@ async def test_requests_with_tools_get_the_template_for_tools_and_its_format_of_
 
 
 async def test_tokens_are_those_of_the_template_for_tools() -> None:
-    state = make_state()
-    state.prompts = state.text._prompts = template = ChatTemplate(
-        CHAT_TEMPLATE, load_tokenizer(), variants={"tool_use": "TOOLUSE"}
-    )
+    state = make_state(template=ChatTemplate(CHAT_TEMPLATE, load_tokenizer(), variants={"tool_use": "TOOLUSE"}))
     body = {"messages": CHAT["messages"], "tools": TOOLS}
     async with connect(make_app(state)) as client:
         for more, is_for_tools in (({}, True), ({"chat_template": "default"}, False), ({"tools": None}, False)):
@@ -350,4 +307,3 @@ async def test_tokens_are_those_of_the_template_for_tools() -> None:
             text = load_tokenizer().decode(reply.json()["tokens"], skip_special_tokens=False)
             assert (text == "TOOLUSE") is is_for_tools
         assert (await client.post("/tokenize", json=body | {"chat_template": "x"})).status_code == 400
-    template.close()

@@ -16,7 +16,6 @@ from fastapi import FastAPI
 from quire_server.dialects.ollama.reply import ChatReply, EmbedReply, GenerateReply
 from quire_server.errors import Unsupported
 from quire_server.text.parsing.formats import model_formats
-from quire_server.text.prompt import ChatTemplate
 from support.documents import section
 from support.fake_engine import FakeEngine
 from support.fake_tokenizer import CHAT_TEMPLATE, EOS, load_tokenizer
@@ -90,7 +89,7 @@ async def test_a_prompt_goes_through_the_template_unless_it_is_raw() -> None:
         assert prompt().removeprefix("<|bos|>") == "hi"
         lines = lines_of(await client.post("/api/generate", json={**body, "stream": True}))
         assert "".join(line["response"] for line in lines) == whole["response"]
-    async with connect(make_app(engine=engine, chat=False)) as client:
+    async with connect(make_app(engine=engine, template=None)) as client:
         assert (await client.post("/api/generate", json=body)).status_code == 200
         assert prompt().removeprefix("<|bos|>") == "hi"
         refused = await client.post("/api/chat", json={"model": "fake", "messages": HELLO})
@@ -147,8 +146,7 @@ def hermes(text: str) -> FastAPI:
     """An app whose model says this, with a template that shows tools and thoughts."""
     tokenizer = load_tokenizer()
     ids = (*tokenizer.encode(text, add_special_tokens=False), EOS)
-    state = make_state(engine=FakeEngine(replies=lambda request, choice: ids))
-    state.prompts = state.text._prompts = ChatTemplate(HERMES, tokenizer)
+    state = make_state(engine=FakeEngine(replies=lambda request, choice: ids), template=HERMES)
     state.formats = model_formats("auto", "auto", tokenizer, HERMES)
     return make_app(state)
 

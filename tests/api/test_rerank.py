@@ -10,10 +10,9 @@ import pytest
 
 from quire_server.dialects.vectors.wire import ClassificationResponse, RerankResponse
 from quire_server.text.matrices import Projection
-from quire_server.text.prompt import ChatTemplate
 from quire_server.text.scoring_method import Classifier, ScoringMethod, question, sigmoid
 from support.fake_engine import HIDDEN_SIZE, FakeEngine
-from support.fake_tokenizer import load_tokenizer
+from support.fake_tokenizer import CHAT_TEMPLATE, load_tokenizer
 from support.fakes import connect, make_app, make_state
 
 pytestmark = pytest.mark.anyio
@@ -30,20 +29,14 @@ async def post(path: str, status: int = 200, *, scoring: ScoringMethod | None = 
 
 
 async def posted(
-    path: str, status: int = 200, *, scoring: ScoringMethod | None = None, template: str = "", **fields: Any
+    path: str, status: int = 200, *, scoring: ScoringMethod | None = None, template: str = CHAT_TEMPLATE, **fields: Any
 ) -> tuple[dict[str, Any], list[str]]:
     """The reply, and the prompts that the engine got."""
     engine = FakeEngine()
-    state = make_state(engine=engine, pooling="mean" if scoring is None else "last")
+    state = make_state(engine=engine, pooling="mean" if scoring is None else "last", template=template)
     state.scoring = scoring or state.scoring
-    if template:
-        state.prompts = state.text._prompts = ChatTemplate(template, load_tokenizer())
-    try:
-        async with connect(make_app(state)) as client:
-            reply = await client.post(path, json=fields)
-    finally:
-        if template and state.prompts is not None:
-            state.prompts.close()
+    async with connect(make_app(state)) as client:
+        reply = await client.post(path, json=fields)
     assert reply.status_code == status, reply.text
     prompts = [load_tokenizer().decode(each.prompt_token_ids, skip_special_tokens=False) for each in engine.submitted]
     return reply.json(), prompts

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from quire_server.text.prompt import ChatTemplate
 from support.fake_engine import FakeEngine
 from support.fake_tokenizer import load_tokenizer
-from support.fakes import connect, make_app, make_state
+from support.fakes import connect, make_app
 from support.responses import HEAD, TAIL, respond, saying
 
 pytestmark = pytest.mark.anyio
@@ -138,9 +137,6 @@ TEMPLATE = (
 
 async def test_calls_outputs_and_thoughts_of_earlier_turns() -> None:
     engine, tokenizer = saying(), load_tokenizer()
-    state = make_state(engine=engine)
-    state.prompts = ChatTemplate(TEMPLATE, tokenizer)
-    state.text = type(state.text)(tokenizer, state.prompts)
     items = [
         {"role": "user", "content": "hi"},
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}], "id": "rs_1"},
@@ -150,9 +146,8 @@ async def test_calls_outputs_and_thoughts_of_earlier_turns() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "sun"},
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
     ]
-    async with connect(make_app(state)) as client:
+    async with connect(make_app(engine=engine, template=TEMPLATE)) as client:
         await respond(client, input=items)
-    state.prompts.close()
     prompt = tokenizer.decode(engine.submitted[0].prompt_token_ids)
     assert prompt == (
         "user(hi)assistant(I see. thinks hm calls c1 f 1 calls c2 g 2)tool(sun for c1 f)tool(rain for c2 g)"

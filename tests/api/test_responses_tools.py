@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -13,7 +13,6 @@ import pytest
 
 from quire_engine.contract.types import GenerationRequest
 from quire_server.text.parsing.formats import model_formats
-from quire_server.text.prompt import ChatTemplate
 from support.fake_engine import FakeEngine
 from support.fake_tokenizer import EOS, load_tokenizer
 from support.fakes import connect, listening, make_app, make_state
@@ -42,12 +41,10 @@ class Model:
 
     def __init__(self, *texts: str) -> None:
         self._texts = texts
-        self._template = ChatTemplate(TEMPLATE, load_tokenizer())
         self.engine = FakeEngine(replies=self._said)
 
     def app(self) -> Any:
-        state = make_state(engine=self.engine, max_model_len=1500)
-        state.prompts = state.text._prompts = self._template
+        state = make_state(engine=self.engine, max_model_len=1500, template=TEMPLATE)
         state.formats = model_formats("auto", "auto", load_tokenizer(), TEMPLATE)
         return make_app(state)
 
@@ -58,23 +55,15 @@ class Model:
         number = self.engine.submitted.index(request)
         return (*self._texts[min(number, len(self._texts) - 1)].encode(), EOS)
 
-    @contextlib.asynccontextmanager
-    async def connected(self) -> AsyncIterator[httpx.AsyncClient]:
-        try:
-            async with connect(self.app()) as client:
-                yield client
-        finally:
-            self._template.close()
+    def connected(self) -> AbstractAsyncContextManager[httpx.AsyncClient]:
+        return connect(self.app())
 
-    @contextlib.asynccontextmanager
+    @asynccontextmanager
     async def api(self) -> AsyncIterator[openai.AsyncOpenAI]:
-        try:
-            async with listening(self.app()) as server:
-                base_url = f"http://127.0.0.1:{server.port}/v1"
-                async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as api:
-                    yield api
-        finally:
-            self._template.close()
+        async with listening(self.app()) as server:
+            base_url = f"http://127.0.0.1:{server.port}/v1"
+            async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as api:
+                yield api
 
 
 def without_ids(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -127,7 +127,7 @@ async def test_tokenize_refuses(body: dict[str, object], param: str | None) -> N
 
 
 async def test_tokenize_without_a_chat_template() -> None:
-    async with connect(make_app(chat=False)) as client:
+    async with connect(make_app(template=None)) as client:
         reply = await client.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
 

@@ -114,6 +114,6 @@ async def test_models_tell_their_context_and_what_they_can_do() -> None:
     assert (model["context_length"], model["max_model_len"]) == (300, 300)
     assert model["capabilities"] == shown["capabilities"]
     assert {"completion", "tools"} <= set(model["capabilities"])
-    async with connect(make_app(chat=False)) as client:
+    async with connect(make_app(template=None)) as client:
         model, *_ = (await client.get("/v1/models")).json()["data"]
         assert "tools" not in model["capabilities"]

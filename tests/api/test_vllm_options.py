@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from typing import Any
 
 import httpx
 import pytest
 
-from quire_server.text.prompt import ChatTemplate
 from support.events import parse_events
 from support.fake_engine import FakeEngine
 from support.fake_tokenizer import CHAT_TEMPLATE, load_tokenizer
-from support.fakes import connect, make_app, make_state
+from support.fakes import connect, make_app
 
 pytestmark = pytest.mark.anyio
 
@@ -52,16 +50,13 @@ async def test_there_is_nothing_to_echo_of_a_users_message() -> None:
 
 async def test_documents_are_a_variable_of_the_chat_template() -> None:
     engine = FakeEngine()
-    state = make_state(engine=engine)
     source = CHAT_TEMPLATE + "{% for each in documents or [] %}[{{ each.title }}: {{ each.text }}]{% endfor %}"
-    state.prompts = state.text._prompts = template = ChatTemplate(source, load_tokenizer())
     documents = [{"title": "a", "text": "one"}, {"title": "b", "text": "two"}]
-    with closing(template):
-        async with connect(make_app(state)) as client:
-            reply = await client.post(CHAT, json=GREEDY | {"messages": SAY, "documents": documents})
-            assert "x-quire-ignored" not in reply.headers
-            assert "x-quire-notes" not in reply.headers
-            await client.post(CHAT, json=GREEDY | {"messages": SAY, "documents": []})
+    async with connect(make_app(engine=engine, template=source)) as client:
+        reply = await client.post(CHAT, json=GREEDY | {"messages": SAY, "documents": documents})
+        assert "x-quire-ignored" not in reply.headers
+        assert "x-quire-notes" not in reply.headers
+        await client.post(CHAT, json=GREEDY | {"messages": SAY, "documents": []})
     prompts = [load_tokenizer().decode(each.prompt_token_ids) for each in engine.submitted]
     assert prompts[0].endswith("[a: one][b: two]")
     assert "[" not in prompts[1]

@@ -56,15 +56,17 @@ CHAT = [
 
 @contextmanager
 def templates() -> Iterator[Callable[..., ChatTemplate]]:
-    """Makes templates over TOKENIZER; their processes end with the context."""
-    made: list[ChatTemplate] = []
+    """Make templates over TOKENIZER, each source with each options once; their processes end with the context."""
+    made: dict[str, ChatTemplate] = {}
 
     def build(source: str, **options: object) -> ChatTemplate:
-        made.append(ChatTemplate(source, TOKENIZER, **options))
-        return made[-1]
+        key = repr((source, options))
+        if key not in made:
+            made[key] = ChatTemplate(source, TOKENIZER, **options)
+        return made[key]
 
     try:
         yield build
     finally:
-        for template in made:
+        for template in made.values():
             template.close()

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 MODEL = "fake"
 
 
-@functools.cache
-def _chat_template(tokenizer: TextTokenizer) -> ChatTemplate:
-    """Shared by all states: it keeps processes."""
+@functools.lru_cache(maxsize=8)
+def _chat_template(source: str, tokenizer: TextTokenizer) -> ChatTemplate:
+    """Return the template that states with this source share: each keeps processes."""
     from quire_server.text.prompt import ChatTemplate
 
-    return ChatTemplate(CHAT_TEMPLATE, tokenizer)
+    return ChatTemplate(source, tokenizer)
 
 
 @functools.lru_cache(maxsize=256, typed=True)
@@ -55,7 +55,7 @@ def _make_settings(options: dict[str, object]) -> Settings:
 
     if "tenants" in options or "@" in repr(options):
         return Settings(**options)
-    own = tuple(each for each in sorted(os.environ.items()) if each[0].startswith("QUIRE_"))
+    own = tuple(sorted(each for each in os.environ.items() if each[0].startswith("QUIRE_")))
     try:
         return _kept_settings(own, *sorted(options.items())).model_copy()
     except TypeError:  # a list or a dictionary among them
@@ -87,7 +87,7 @@ def make_state(
     max_model_len: int = 512,
     max_queued_sequences: int = 256,
     model_names: tuple[str, ...] = (MODEL, "alias"),
-    chat: bool = True,
+    template: str | ChatTemplate | None = CHAT_TEMPLATE,
     clock: Callable[[], float] = time.time,
     **settings: object,
 ) -> ServerState:
@@ -123,7 +123,7 @@ def make_state(
         credentials=Credentials(options),
         limits=ServerLimits(**limits),  # type: ignore[arg-type]
         tokenizer=tokenizer,
-        prompts=_chat_template(tokenizer) if chat else None,
+        prompts=_chat_template(template, tokenizer) if isinstance(template, str) else template,
         client=EngineClient(
             engine or FakeEngine(),
             plan=plan,

@@ -5,10 +5,10 @@ Promises: replies and events are checked against the documented models. Must not
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
@@ -16,7 +16,6 @@ import httpx
 from quire_engine.contract.types import GenerationRequest
 from quire_server.dialects.messages.reply import MessageEvent, MessageObject
 from quire_server.text.parsing.formats import model_formats
-from quire_server.text.prompt import ChatTemplate
 from support.fake_engine import FakeEngine
 from support.fake_tokenizer import EOS, load_tokenizer
 from support.fakes import connect, make_app, make_state
@@ -43,23 +42,16 @@ class Model:
 
     def __init__(self, *texts: str, template: str = TEMPLATE, calls: str = "auto", **state: object) -> None:
         self._texts = texts
-        self._template = ChatTemplate(template, load_tokenizer())
         self.engine = FakeEngine(replies=self._said)
-        self.state = make_state(engine=self.engine, **state)
-        self.state.prompts = self.state.text._prompts = self._template
+        self.state = make_state(engine=self.engine, template=template, **state)
         self.state.formats = model_formats(calls, "auto", load_tokenizer(), template)
 
     @property
     def prompt(self) -> str:
         return load_tokenizer().decode(self.engine.submitted[-1].prompt_token_ids, skip_special_tokens=False)
 
-    @contextlib.asynccontextmanager
-    async def connected(self) -> AsyncIterator[httpx.AsyncClient]:
-        try:
-            async with connect(make_app(self.state)) as client:
-                yield client
-        finally:
-            self._template.close()
+    def connected(self) -> AbstractAsyncContextManager[httpx.AsyncClient]:
+        return connect(make_app(self.state))
 
     def _said(self, request: GenerationRequest, _: int) -> Sequence[int]:
         number = self.engine.submitted.index(request)

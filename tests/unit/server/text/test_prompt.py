@@ -13,7 +13,7 @@ from quire_server.text.prompt import ChatTemplate
 from support.chat_templates import CHAT, CHATML, INST, PARTS, TOKENIZER, TOOLS, templates
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def make() -> Iterator[object]:
     with templates() as build:
         yield build
