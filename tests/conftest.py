@@ -9,6 +9,7 @@ not know: any test. Fixtures live beside the tests that use them.
 """
 
 import functools
+import gc
 import os
 import signal
 import ssl
@@ -20,6 +21,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_configure(config):
+    gc.disable()  # imports and collected tests are no garbage; to look at them over and over is a tenth of all
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not config.pluginmanager.hasplugin("timeout"):  # as on a machine that has a GPU and little else
@@ -46,6 +48,11 @@ def shared_contexts(make):
 
 
 ssl.create_default_context = shared_contexts(ssl.create_default_context)
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):

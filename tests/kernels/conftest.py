@@ -26,6 +26,13 @@ LONGEST = "test_interpreted"
 FEW = 12  # rows of a test that are all taken
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave unread what `make test` would read and select nothing of."""
+    is_test = collection_path.name.startswith("test_") and collection_path.is_relative_to(FOLDER)
+    selected = config.getoption("markexpr")
+    return True if is_test and collection_path.name not in QUICK and selected.startswith("not kernels") else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before marks are selected by
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

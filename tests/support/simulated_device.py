@@ -45,8 +45,8 @@ class SimulatedDevice:
         self._queue: deque[Work] = deque()
         self._issued = self._done = 0
         self._capturing: _Capture | None = None
-        self._graph_memory: list[Tensor] = []
-        self._host: list[HostBuffer] = []
+        self._graph_memory: dict[int, Tensor] = {}  # by address
+        self._host: dict[int, HostBuffer] = {}  # by address
         self.executing = False
         self.lanes: list[SimulatedLane] = []
         self.eager_lanes = False  # what is issued to a lane is done as soon as its events allow; else as late
@@ -60,10 +60,10 @@ class SimulatedDevice:
     def host_buffer(self, num_bytes: int) -> HostBuffer:
         self.executing, before = True, self.executing
         try:
-            self._host.append(HostBuffer(torch.full((num_bytes,), 0xA5, dtype=torch.uint8)))
+            buffer = HostBuffer(torch.full((num_bytes,), 0xA5, dtype=torch.uint8))
         finally:
             self.executing = before
-        return self._host[-1]
+        return self._host.setdefault(_address(buffer.tensor), buffer)
 
     def send(self, source: Tensor, target: Tensor) -> None:
         self.check_host(source)
@@ -96,12 +96,11 @@ class SimulatedDevice:
         finally:
             self._capturing = None
         self.captures += 1
-        self._graph_memory += capture.memory
+        self._graph_memory |= capture.memory
         return SimulatedGraph(self, capture)
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        address = tensor.untyped_storage().data_ptr()
-        assert any(own.untyped_storage().data_ptr() == address for own in self._graph_memory), "not of a capture"
+        assert _address(tensor) in self._graph_memory, "not of a capture"
         return _same_memory(tensor)
 
     def release(self) -> None:
@@ -161,12 +160,12 @@ class SimulatedDevice:
     def allocated(self, tensor: Tensor) -> Tensor:
         self.execute(lambda: poison(tensor))
         if self._capturing is not None:
-            self._capturing.memory.append(tensor)
+            self._capturing.memory[_address(tensor)] = tensor
         return tensor
 
     def poison_graph_memory(self) -> None:
         """All graphs share their memory: what one left is gone when another one, or itself, is replayed."""
-        memory = list(self._graph_memory)
+        memory = list(self._graph_memory.values())
 
         def work() -> None:
             for tensor in memory:
@@ -175,8 +174,7 @@ class SimulatedDevice:
         self.issue(work)
 
     def is_host(self, tensor: Tensor) -> bool:
-        address = tensor.untyped_storage().data_ptr()
-        return any(buffer.tensor.untyped_storage().data_ptr() == address for buffer in self._host)
+        return _address(tensor) in self._host
 
     def check_host(self, tensor: Tensor) -> None:
         assert self.is_host(tensor), "a copy from or to memory that is not pinned"
@@ -187,19 +185,19 @@ class _Capture:
 
     def __init__(self) -> None:
         self.operations: list[Work] = []
-        self.memory: list[Tensor] = []
+        self.memory: dict[int, Tensor] = {}  # by address
         self.storages: dict[int, StorageWeakRef] = {}  # of others, by address
 
     def keep(self, function: Any, args: Any, kwargs: Any, results: Any) -> None:
-        args, kwargs, results = tree_map(self._address, (args, kwargs, results))
+        args, kwargs, results = tree_map(self._borrowed, (args, kwargs, results))
         self.operations.append(lambda: _compute(function, args, kwargs, results))
 
-    def _address(self, value: Any) -> Any:
+    def _borrowed(self, value: Any) -> Any:
         """The same memory, of whoever it is then."""
         if not isinstance(value, Tensor) or not value.untyped_storage().nbytes():
             return value
-        address = value.untyped_storage().data_ptr()
-        if any(own.untyped_storage().data_ptr() == address for own in self.memory):
+        address = _address(value)
+        if address in self.memory:
             return value
         self.storages.setdefault(address, StorageWeakRef(value.untyped_storage()))
         return _same_memory(value)
@@ -282,6 +280,11 @@ def _same_memory(tensor: Tensor) -> Tensor:
     memory = (ctypes.c_char * (storage.nbytes() // size * size)).from_address(storage.data_ptr())
     whole = torch.frombuffer(memory, dtype=tensor.dtype)
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where the memory begins that the tensor, perhaps with others, is in."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def poison(tensor: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from quire_server.flags import build_parser, parse_flags
 from quire_server.settings import ENV_PREFIX, REMOVED, Settings, SettingsError, flag_name, plain_fields
 from quire_server.settings.limits import REMOVED_SWITCHES
 from quire_server.settings.vllm import flags_text
-from support.covering import few
 
 ROOT = Path(__file__).parents[4]
 SOURCES = {".py", ".cpp", ".h", ".js", ".html", ".yaml", ".yml", ".json", ".sh"}
@@ -40,40 +40,37 @@ def test_what_is_gone_is_no_setting() -> None:
     assert REMOVED.keys() >= REMOVED_SWITCHES
 
 
-@pytest.mark.parametrize("name", REMOVED)
-def test_as_a_flag(name: str) -> None:
-    (line,) = refused(flag_name(name), "1")
-    assert line == f"{flag_name(name)} is no setting any more, leave it out: {REMOVED[name]}"
-    assert refused(f"--{name}=1") == (line,)
-    assert refused(flag_name(name)) == (line,)
+def told(prefix: str, names: Iterable[str], spell: Callable[[str], str]) -> list[str]:
+    return sorted(f"{prefix}{spell(name)} is no setting any more, leave it out: {REMOVED[name]}" for name in names)
 
 
-@pytest.mark.parametrize("name", sorted(REMOVED_SWITCHES))
-def test_as_a_switch(name: str) -> None:
-    flag = flag_name(name)
-    (line,) = refused(flag)
-    assert line.startswith(f"{flag} is no setting any more")
-    for spelling in (f"--no-{flag[2:]}", f"{flag}=false", f"--{name}=true"):
-        assert refused(spelling) == (line,)
+def test_as_flags() -> None:
+    lines = told("", REMOVED, flag_name)
+    assert sorted(refused(*(word for name in REMOVED for word in (flag_name(name), "1")))) == lines
+    assert sorted(refused(*(f"--{name}=1" for name in REMOVED))) == lines
+    assert sorted(refused(*map(flag_name, REMOVED))) == lines
 
 
-@pytest.mark.parametrize("name", REMOVED)
-def test_as_a_variable(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    variable = ENV_PREFIX + name.upper()
-    monkeypatch.setenv(variable, "7")
-    (line,) = refused()
-    assert line == f"{variable} is no setting any more, leave it out: {REMOVED[name]}"
+def test_as_switches() -> None:
+    lines = told("", REMOVED_SWITCHES, flag_name)
+    for spelling in ("--{}", "--no-{}", "--{}=false"):
+        assert sorted(refused(*(spelling.format(flag_name(name)[2:]) for name in REMOVED_SWITCHES))) == lines
+    assert sorted(refused(*(f"--{name}=true" for name in REMOVED_SWITCHES))) == lines
 
 
-@pytest.mark.parametrize("name", REMOVED)
-@pytest.mark.parametrize("value", few(["7", "64MiB", "true", "false"], "7"))
-def test_as_a_key_of_the_file(name: str, value: str, tmp_path: Path) -> None:
+def test_as_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in REMOVED:
+        monkeypatch.setenv(ENV_PREFIX + name.upper(), "7")
+    assert sorted(refused()) == told(ENV_PREFIX, REMOVED, str.upper)
+
+
+@pytest.mark.parametrize("value", ["7", "64MiB", "true", "false"])
+def test_as_keys_of_the_file(value: str, tmp_path: Path) -> None:
     file = tmp_path / "quire.yaml"
-    for key in (name, name.replace("_", "-")):
-        file.write_text(f"port: 8000\n{key}: {value}\n")
-        (line,) = refused("--config", str(file))
-        kebab = name.replace("_", "-")
-        assert line == f"--config {file}: {kebab} is no setting any more, leave it out: {REMOVED[name]}"
+    for between in "_-":
+        file.write_text("port: 8000\n" + "".join(f"{name.replace('_', between)}: {value}\n" for name in REMOVED))
+        lines = told(f"--config {file}: ", REMOVED, lambda name: name.replace("_", "-"))
+        assert sorted(refused("--config", str(file))) == lines
 
 
 def test_each_has_its_line(tmp_path: Path) -> None:
