@@ -125,13 +125,6 @@ def by_transformers(case: Case) -> list[tuple[tuple[int, ...], float]]:
     return list(zip(tokens, result.sequences_scores.tolist(), strict=True))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _keep_threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tokens_and_scores_of_transformers(case: Case) -> None:
     found = generate(built(case.family), [case.request()])

@@ -13,6 +13,7 @@ import torch
 from quire_engine.build import build
 from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from support.checkpoints import VOCAB_SIZE, shared_checkpoint
+from support.covering import few
 from support.limits import engine_config
 from support.offline import generate
 
@@ -33,14 +34,6 @@ MODELS = {  # a checkpoint, and how it is computed
     "experts-int4": ({"family": "olmoe", "dtype": "bfloat16"}, {"quantization": "int4"}),
 }
 CPP = ("bf16", "bf16-windowed", "int8", "int4", "int8-kv", "experts-bf16", "experts-int4")  # by the C++ kernels
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tiny matrices only lose by sharing; one test below varies the number of threads."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def engine(model="qwen3", device="cpu", **changes):
@@ -208,7 +201,12 @@ def test_prefix_hit_equals_solo(model, device, expected):
 
 @pytest.mark.parametrize(
     ("model", "device"),
-    [*((model, "cpu") for model in ("qwen3", *CPP)), pytest.param("qwen3", "cuda", marks=pytest.mark.gpu)],
+    [
+        *few(
+            ((model, "cpu") for model in ("qwen3", *CPP)), *((model, "cpu") for model in ("qwen3", "int4", "int8-kv"))
+        ),
+        pytest.param("qwen3", "cuda", marks=pytest.mark.gpu),
+    ],
 )
 @pytest.mark.parametrize("caching", [pytest.param(False, marks=pytest.mark.matrix), True])
 def test_preempted_equals_solo(caching, model, device, expected):
@@ -233,7 +231,7 @@ def test_preempted_equals_solo(caching, model, device, expected):
     assert sum(result.num_preemptions for result in preempted.values()) > 3
 
 
-@pytest.mark.parametrize("model", ["qwen3", *CPP])
+@pytest.mark.parametrize("model", few(["qwen3", *CPP], "qwen3", "bf16-windowed", "int8-kv"))
 def test_other_block_sizes_and_thread_counts_equal_solo(model, expected):
     requests, results = expected(model, "cpu")
     results = {
@@ -272,7 +270,7 @@ def test_banned_sequences():
         assert after.token_ids == expected[key].token_ids[-1:]
 
 
-@pytest.mark.parametrize("model", ["qwen3", *CPP])
+@pytest.mark.parametrize("model", few(["qwen3", *CPP], "qwen3", "int8", "experts-int4"))
 def test_resumed_equals_solo(model, expected):
     """After a crash the tokens already sent come back as a part of the request; the rest follow as before."""
     requests, results = expected(model, "cpu")

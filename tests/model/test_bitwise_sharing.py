@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import torch
 
 from quire_engine.build import build
 from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
@@ -30,13 +29,6 @@ WAYS = {
     "chunked": {"prefill_chunk": 13, "min_chunk": 3},
     "tight": {"kv_memory": 40 * 4096, "max_model_len": 128, "max_num_seqs": 12},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def engine(model, **changes):

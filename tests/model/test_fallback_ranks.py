@@ -46,13 +46,6 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _threads_of_torch() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @cache
 def checkpoint(kind: str) -> str:
     model_type, options, _ = KINDS[kind]

@@ -105,7 +105,7 @@ def buffers_of(device: SimulatedDevice) -> Callable[[int], HostBuffer]:
 
     def made(num_bytes: int) -> HostBuffer:
         buffer = HostBuffer(torch.full((num_bytes,), 0xA5, dtype=torch.uint8))
-        device._host.append(buffer)
+        device._host[buffer.tensor.untyped_storage().data_ptr()] = buffer
         return buffer
 
     return made

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from model.test_bitwise import engine, mixed_requests, solo
 from model.test_swapped import tight
 from support.holding import Holding
 from support.offline import generate
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from model.test_bitwise import engine
 from quire_engine.build import BuiltEngine
@@ -27,13 +25,6 @@ SIZE = 16
 @pytest.fixture(autouse=True)
 def _these_prompts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_prefixes, "LEAST_TOKENS", 300)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def asked(name: str, *last: int) -> GenerationRequest:

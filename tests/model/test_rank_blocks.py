@@ -5,13 +5,11 @@ The tokens and log-probabilities are those of one process, to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from model.test_bitwise import mixed_requests
 from model.test_ranks import ranks, settings_of
@@ -24,13 +22,6 @@ from quire_engine.scheduling.scheduler import Scheduler
 from support.offline import generate
 
 CACHING = {"enable_prefix_caching": True}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _threads_of_torch() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def alone(model: str) -> BuiltEngine:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from model.test_bitwise import CPP, MODELS, mixed_requests
 from quire_engine.build import BuiltEngine, build, resolve_plan
@@ -52,13 +51,6 @@ def ranks(model: str, size: int, **changes) -> Iterator[BuiltEngine]:  # type: i
     finally:
         built.close()
         os.sched_setaffinity(0, before)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _threads_of_torch() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("model", "size"), DIVIDED)

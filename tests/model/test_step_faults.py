@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from quire_engine.build import BuiltEngine, build
 from quire_engine.contract.config import Fault
@@ -21,13 +20,6 @@ MODELS = {  # a checkpoint, and how it is computed
     "bf16": (BF16, {"kernels": "cpu"}),
     "int8-kv": (BF16, {"kernels": "cpu", "kv_cache_dtype": "int8"}),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def built(model: str, *faults: Fault) -> BuiltEngine:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from model.test_bitwise import engine, mixed_requests, solo
 from quire_engine.build import BuiltEngine
@@ -25,13 +24,6 @@ from support.offline import generate
 
 TESTS = Path(__file__).parents[1]
 HOST = {"swap_space": 8 << 20, "swap_on_cpu": True}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def swapping(built: BuiltEngine) -> BuiltEngine:

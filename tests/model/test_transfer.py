@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
-import torch
 
 from model.test_bitwise import engine
 from quire_engine.build import BuiltEngine
@@ -26,13 +25,6 @@ PROMPT = tuple(3 + 37 * i % (VOCAB_SIZE - 3) for i in range(330))
 SIZE = 16
 BLOCKS = len(PROMPT) // SIZE
 LONG = 60.0  # seconds that computing is said to take, where a test is not about time
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def asked(name: str, *last: int, max_new_tokens: int = 6) -> GenerationRequest:

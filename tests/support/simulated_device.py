@@ -29,6 +29,7 @@ Work = Callable[[], None]
 _POISON = {torch.bool: True, torch.uint8: 0xA5, torch.int32: 0x25A5A5A5, torch.int64: 0x25A5A5A5A5A5A5A5}
 # Operations whose results, or the sizes of them, the host must know. Others reach torch as one of these.
 _READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim")
+_KNOWN: dict[Any, Any] = {}  # results of operations without their data, by operation and arguments
 _READING_METHODS = {Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__bool__, Tensor.__int__, Tensor.__float__}
 
 
@@ -235,8 +236,8 @@ class _Operations(TorchDispatchMode):
         if any(result.alias_info is not None for result in schema.returns):
             return function(*args, **kwargs)  # a view: no work
         self._check(args, kwargs, name)
-        shapes = function(*tree_map(_without_data, args), **tree_map(_without_data, kwargs))
-        results = tree_map(lambda meta: device.allocated(_like(meta)) if isinstance(meta, Tensor) else meta, shapes)
+        metas = _results(function, args, kwargs)
+        results = tree_map(lambda meta: device.allocated(_like(meta)) if isinstance(meta, Tensor) else meta, metas)
         if not name.split(".")[0].startswith(("empty", "new_empty")):
             device.keep(function, args, kwargs, results)
         return results
@@ -298,6 +299,22 @@ def _compute(function: Any, args: Any, kwargs: Any, results: Any) -> None:
     for result, value in zip(tree_leaves(results), tree_leaves(computed), strict=True):
         if isinstance(result, Tensor):
             result.copy_(value)
+
+
+def _results(function: Any, args: Any, kwargs: Any) -> Any:
+    """Return the operation's results without their data, remembered: most steps have the shapes of earlier ones."""
+    key = (function, _likeness(args), _likeness(tuple(kwargs.items())))
+    if key not in _KNOWN:
+        _KNOWN[key] = function(*tree_map(_without_data, args), **tree_map(_without_data, kwargs))
+    return _KNOWN[key]
+
+
+def _likeness(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(map(_likeness, value))
+    return type(value), value
 
 
 def _without_data(value: Any) -> Any:
