@@ -95,7 +95,7 @@ GENERATED = [(name, i) for name in CASES for i in range(len(PROMPTS))]
 CHATTED = [(name, i) for name in CHAT_CASES for i in range(len(CHATS))]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=few(MODELS, "demo"))
 def both(request: pytest.FixtureRequest) -> Iterator[Both]:
     made = Both(MODELS[request.param]())
     with made.llm:

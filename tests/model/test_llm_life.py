@@ -206,11 +206,13 @@ def test_calls_without_parameters_take_the_models_own(tmp_path) -> None:
         LLM(tmp_path, override_generation_config={"warmth": 1}, **SETTINGS)
 
 
-def test_a_model_without_a_chat_template_says_what_works(tmp_path) -> None:
+def test_a_model_without_a_chat_template_or_vectors_says_what_works(tmp_path) -> None:
     source = shared_checkpoint("llama")
     for name in ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).symlink_to(source / name)
-    with LLM(tmp_path, **SETTINGS) as made:
+    with LLM(tmp_path, pooling="none", **SETTINGS) as made:
         with pytest.raises(ValueError, match="no chat template; use generate"):
             made.chat([{"role": "user", "content": "Hello"}])
+        with pytest.raises(ValueError, match="pooling none"):
+            made.embed("a", use_tqdm=False)
         assert len(made.generate("Hello", GREEDY, use_tqdm=False)) == 1

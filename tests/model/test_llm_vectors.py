@@ -16,13 +16,14 @@ import pytest
 
 from quire import LLM, SamplingParams
 from support.checkpoints import shared_checkpoint
+from support.covering import few
 from support.served_answers import served_answers
 
 SETTINGS: dict[str, Any] = {"kv_memory": 8 << 20, "num_threads": 1, "max_model_len": 256}
 TEXTS = ["Once upon a time", "The capital of France is Paris.", "Once upon a time there was", "x" * 200]
 
 
-@pytest.fixture(scope="module", params=["last", "mean"])
+@pytest.fixture(scope="module", params=few(["last", "mean"], "mean"))
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     with LLM("quire-demo", pooling=request.param, **SETTINGS) as made:
         yield made
@@ -70,17 +71,10 @@ def test_scores_are_cosines(llm: LLM) -> None:
         llm.score(TEXTS[:2], TEXTS[:3])
 
 
-def test_like_texts_score_higher() -> None:
-    with LLM("quire-demo", pooling="mean", **SETTINGS) as llm:
-        near, far = llm.score("The cat sat on the mat", ["The cat sits on a mat", "12 + 30 = 42"], use_tqdm=False)
+@pytest.mark.parametrize("llm", ["mean"], indirect=True)
+def test_like_texts_score_higher(llm: LLM) -> None:
+    near, far = llm.score("The cat sat on the mat", ["The cat sits on a mat", "12 + 30 = 42"], use_tqdm=False)
     assert near.outputs.score > far.outputs.score
-
-
-def test_none_is_said() -> None:
-    with LLM(str(shared_checkpoint("llama")), pooling="none", **SETTINGS) as llm:
-        with pytest.raises(ValueError, match="pooling none"):
-            llm.embed("a", use_tqdm=False)
-        assert llm.generate("a", SamplingParams(max_tokens=1), use_tqdm=False)
 
 
 @pytest.mark.matrix  # as a crash in test_llm_life.py
