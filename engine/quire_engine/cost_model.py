@@ -93,7 +93,7 @@ class CostModel:
         table = self.prompt
         at = bisect_right(table, seconds, key=lambda entry: entry[1])
         if not table:
-            tokens = (seconds - self.step) / self.row
+            tokens = (seconds - self.step) / self.row if self.row else 0.0  # the step alone takes longer
         elif at == 0:
             return 0
         elif len(table) == 1:

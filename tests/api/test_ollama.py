@@ -125,6 +125,9 @@ async def test_what_concerns_loading_is_reported() -> None:
         }
         reply = await client.post("/api/generate", json=body)
         assert reply.headers["x-quire-ignored"] == "keep_alive, options.num_ctx"
+        for kept in (1e-6, 3e20):
+            reply = await client.post("/api/generate", json=body | {"keep_alive": kept})
+            assert (reply.status_code, reply.headers["x-quire-ignored"]) == (200, "keep_alive, options.num_ctx")
         for kept in (-1, "-1"):
             reply = await client.post(
                 "/api/generate", json={"model": "fake", "prompt": "a", "stream": False, "keep_alive": kept}

@@ -16,6 +16,7 @@ import struct
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 _PATH = "/health/ready"
@@ -28,6 +29,7 @@ _OF_LINKS = {
     "engine-tls-key": "the private key of that",
     "engine-tls-ca": "certificate authorities of the nodes",
 }
+_REMOVED = "cluster-key-file"  # a flag once
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -54,8 +56,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--node", metavar="HOST:PORT", help="ask a node, `quire engine`, instead of a server")
     for name, what in _OF_LINKS.items():
         parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=f"with --node: {what}")
+    parser.add_argument(f"--{_REMOVED}", type=_refuse, help=argparse.SUPPRESS)
     parser.add_argument("--timeout", type=float, default=4.0, help="seconds to wait for each answer [4]")
     return parser
+
+
+def _refuse(_value: str) -> NoReturn:
+    raise argparse.ArgumentTypeError("no flag any more, leave it out: the certificates prove who asks a node")
 
 
 def _node(asked: argparse.Namespace) -> int:

@@ -71,6 +71,7 @@ REMOVED: Mapping[str, str] = {
     # -- Listening
     "max_connections_per_address": "one address may open half of --max-connections, those of --trusted-proxies all",
     # -- Memory
+    "no_packed_cache": "--packed-cache off keeps no files of packed weights",
     "packed_cache_dir": "--packed-cache DIR names the directory of packed weights",
     "packed_cache_size": "--packed-cache DIR:64GiB has the most bytes after a colon",
     "kv_offload_size": "--kv-offload-dir DIR:16GiB has the most bytes after a colon",
@@ -92,9 +93,14 @@ REMOVED: Mapping[str, str] = {
     "enable_vllm_metric_names": "metrics are always exported under their vllm: names too",
     "vllm_old_metric_names": "metrics are always exported under the names that vLLM has removed too",
 }
+# Flags of vLLM, accepted without effect; their variables, which only Quire had, are refused.
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "stream_interval": "tokens are sent as they come",
+    "sse_keep_alive_interval": f"a silent stream gets a comment line every {_SERVER.sse_keep_alive_interval:g} s",
+}
 REMOVED_SWITCHES = frozenset(("enable_vllm_metric_names", "spare_engine", "vllm_old_metric_names"))  # `--no-x`
 
 
 def removed_line(spelling: str, name: str) -> str:
-    """The refusal of `name`, one of `REMOVED`, as the operator has spelled it."""
-    return f"{spelling} is no setting any more, leave it out: {REMOVED[name]}"
+    """The refusal of `name`, of `REMOVED` or `WITHOUT_EFFECT`, as the operator has spelled it."""
+    return f"{spelling} is no setting any more, leave it out: {REMOVED.get(name) or WITHOUT_EFFECT[name]}"

@@ -17,7 +17,7 @@ import yaml
 from pydantic_core import ErrorDetails
 
 from quire_engine.plain_files import read_plain_text
-from quire_server.settings.limits import REMOVED, removed_line
+from quire_server.settings.limits import REMOVED, WITHOUT_EFFECT, removed_line
 
 ENV_PREFIX = "QUIRE_"
 VLLM_KEY = "VLLM_API_KEY"
@@ -95,7 +95,7 @@ def check_environment(known: Collection[str], experiments: Collection[str] = ())
 
 
 def _unknown_variable(name: str, field: str, known: Collection[str], experiments: Collection[str]) -> str:
-    if field in REMOVED:
+    if field in REMOVED or field in WITHOUT_EFFECT:
         return removed_line(name, field)
     if field in experiments:
         return moved_line(name, f"{ENV_PREFIX}SET={field}={os.environ[name]}")

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Literal, cast
 
 from quire_server.settings.experiments import EXPERIMENTS, spelled
-from quire_server.settings.limits import REMOVED, REMOVED_SWITCHES, removed_line
+from quire_server.settings.limits import REMOVED, REMOVED_SWITCHES, WITHOUT_EFFECT, removed_line
 from quire_server.settings.sources import SettingsError, moved_line, read_config
 from quire_server.settings.values import parse_count
 
@@ -451,8 +451,8 @@ FLAGS: tuple[VllmFlag, ...] = (
     *_any("use-v2-block-manager disable-cascade-attn", "there is one kind", "switch"),
     *_any("disable-hybrid-kv-cache-manager", "layers with a window give their blocks back", "switch"),
     *_any("multi-step-stream-outputs disable-async-output-proc", "tokens are sent as they come", "switch"),
-    *_any("stream-interval", "tokens are sent as they come"),
-    *_any("sse-keep-alive-interval", "a silent stream gets a comment line every 15 s"),
+    *_any("stream-interval", WITHOUT_EFFECT["stream_interval"]),
+    *_any("sse-keep-alive-interval", WITHOUT_EFFECT["sse_keep_alive_interval"]),
     *_any("disable-frontend-multiprocessing", "the engine is always a process of its own", "switch"),
     # -- Execution
     *_any("enforce-eager", _GRAPHS, "switch"),

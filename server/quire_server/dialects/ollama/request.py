@@ -145,6 +145,8 @@ class ModelFields(WireModel):
         """
         if self.keep_alive is None:
             return None
+        if isinstance(self.keep_alive, int | float):
+            return float("inf") if self.keep_alive < 0 else float(self.keep_alive)
         found = _DURATION.fullmatch(str(self.keep_alive))
         if found is None:
             raise BadRequest(

@@ -99,6 +99,13 @@ def test_tokens_within_a_time_are_the_most_that_take_no_longer(
     assert found == most or cost.prompt_seconds(found + 1) > seconds - 1e-9
 
 
+def test_steps_that_take_the_same_whatever_they_compute() -> None:
+    unit = CostModel(step=1.0)
+    assert (unit.prompt_tokens_within(1.0, 512), unit.prompt_tokens_within(0.1, 512)) == (512, 0)
+    view = ReplicaView(name="r", cohort="", state="ready", cost=unit, limits=replace(LIMITS, itl_target=0.1), decodes=8)
+    assert prompt_tokens_a_step(view) == LIMITS.min_chunk
+
+
 def test_a_replica_that_is_three_times_as_slow_is_seen_and_forgiven() -> None:
     slowness, now = Slowness(), 0.0
     for _ in range(40):

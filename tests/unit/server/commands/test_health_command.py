@@ -116,6 +116,12 @@ def test_what_it_says_and_returns(status, body, says, server, capsys):
     assert (printed.out if status == 200 else printed.err) == f"quire health: {server}: {says}\n"
 
 
+def test_the_flag_that_is_gone(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        health.run(["--node", "127.0.0.1:9", "--cluster-key-file", "key"])
+    assert "--cluster-key-file: no flag any more, leave it out" in capsys.readouterr().err
+
+
 class _UnixServer(HTTPServer):
     address_family = socket.AF_UNIX
 

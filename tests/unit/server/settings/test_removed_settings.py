@@ -15,7 +15,7 @@ from quire_server.engine.replicas import FAILOVER_SECONDS
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.flags import build_parser, parse_flags
 from quire_server.settings import ENV_PREFIX, REMOVED, Settings, SettingsError, flag_name, plain_fields
-from quire_server.settings.limits import REMOVED_SWITCHES
+from quire_server.settings.limits import REMOVED_SWITCHES, WITHOUT_EFFECT
 from quire_server.settings.vllm import flags_text
 
 ROOT = Path(__file__).parents[4]
@@ -36,12 +36,13 @@ def refused(*argv: str) -> tuple[str, ...]:
 
 
 def test_what_is_gone_is_no_setting() -> None:
-    assert REMOVED.keys() & Settings.model_fields.keys() == set()
+    assert (REMOVED.keys() | WITHOUT_EFFECT.keys()) & Settings.model_fields.keys() == set()
     assert REMOVED.keys() >= REMOVED_SWITCHES
 
 
 def told(prefix: str, names: Iterable[str], spell: Callable[[str], str]) -> list[str]:
-    return sorted(f"{prefix}{spell(name)} is no setting any more, leave it out: {REMOVED[name]}" for name in names)
+    every = {**REMOVED, **WITHOUT_EFFECT}
+    return sorted(f"{prefix}{spell(name)} is no setting any more, leave it out: {every[name]}" for name in names)
 
 
 def test_as_flags() -> None:
@@ -59,9 +60,10 @@ def test_as_switches() -> None:
 
 
 def test_as_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in REMOVED:
+    names = [*REMOVED, *WITHOUT_EFFECT]
+    for name in names:
         monkeypatch.setenv(ENV_PREFIX + name.upper(), "7")
-    assert sorted(refused()) == told(ENV_PREFIX, REMOVED, str.upper)
+    assert sorted(refused()) == told(ENV_PREFIX, names, str.upper)
 
 
 @pytest.mark.parametrize("value", ["7", "64MiB", "true", "false"])
