@@ -167,18 +167,21 @@ def parse_command_line(argv: Sequence[str], prog: str = SERVE) -> CommandLine:
 
 
 def _adopted(argv: Sequence[str]) -> Translation:
-    """The words with those of llama-server in ours; a short flag that nobody has is a problem, as none is cut apart."""
+    """The words with those of llama-server in ours. A short flag that nobody has is a problem, and not completed."""
     adopted = adopt(LLAMA_SERVER, argv, _is_ours)
     short = short_names()
     strange = [
         word
         for word in takewhile(lambda word: word != "--", adopted.words)
-        if _CLUSTER.match(word) and word.partition("=")[0] not in short and not word.startswith("-O")
+        if _SHORT.match(word) and word.partition("=")[0] not in {*short, "-h"} and not word.startswith("-O")
     ]
-    return replace(adopted, problems=(*adopted.problems, *_unknown(strange))) if strange else adopted
+    if not strange:
+        return adopted
+    known = tuple(word for word in adopted.words if word not in strange)
+    return replace(adopted, words=known, problems=(*adopted.problems, *_unknown(strange)))
 
 
-_CLUSTER = re.compile(r"-[A-Za-z][\w-]")  # as `-ngl`, which a parser would read as `-n gl`
+_SHORT = re.compile(r"-[A-Za-z]")  # `-ngl` would be read as `-n gl`, and `-p` as the beginning of `-pp`
 
 
 def _is_ours(name: str, following: str) -> bool:

@@ -36,7 +36,10 @@ def _receive_start(connection: socket.socket, decoder: FrameDecoder) -> tuple[li
     frames: list[Frame] = []
     descriptors: list[int] = []
     while not frames:
-        data, brought, _, _ = socket.recv_fds(connection, 1 << 16, 2)
+        try:
+            data, brought, _, _ = socket.recv_fds(connection, 1 << 16, 2)
+        except ConnectionResetError:  # the parent has ended and left progress unread
+            sys.exit(0)
         descriptors += brought
         if not data:
             sys.exit(0)

@@ -39,6 +39,8 @@ from quire_server.programs.several_launch import SeveralEngines
 from quire_server.programs.stopping import Stop, stop_signals
 from quire_server.programs.warming import read_prefixes
 from quire_server.settings import ModelEntry, ServerLimits, Settings, SettingsError, several_models
+from quire_server.settings.experiments import spelled
+from quire_server.settings.sources import with_flags
 from quire_server.showing import loading
 
 DONE, FAILED, BAD_USAGE, CRASH_LOOP = 0, 1, 2, 70
@@ -62,7 +64,7 @@ def run_program(name: str, given: CommandLine, body: Callable[[Settings, Output]
         try:
             return body(given.settings, output)
         except ConfigError as error:
-            output.say(f"{name}: {error}")
+            output.say(f"{name}: {with_flags(str(error), spelled)}")
             return BAD_USAGE
         except QuireError as error:
             output.say(f"{name}: {error}")

@@ -44,7 +44,7 @@ def flag_name(field: str) -> str:
 
 def with_flags(advice: str, spelled: Callable[[str], str] = flag_name) -> str:
     """The engine's message `set max_num_seqs to 3 or less` with names spelled as flags."""
-    return re.sub(r"\b([a-z_]+) to (?=\d)", lambda found: f"{spelled(found[1])} ", advice)
+    return re.sub(r"(?:(?<=\bset )|(?<=\bor ))([a-z_]+) to (?=\d)", lambda found: f"{spelled(found[1])} ", advice)
 
 
 def read_yaml(path: Path, source: str) -> object:

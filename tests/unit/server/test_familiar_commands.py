@@ -53,6 +53,7 @@ REFUSED = {
     "-m a.gguf --grammar-file g": "--grammar-file (llama-server's) is a field of requests: response_format",
     "-m a.gguf -ctk q4_0": "-ctk q4_0: the KV cache is the model's type (f16, bf16) or int8 (q8_0)",
     "-m a.gguf -nglx 3": "unknown flag -nglx;",
+    "-m a.gguf -p=80": "unknown flag -p;",
     "-m a.gguf --max-num-se 3": "unknown flag --max-num-se;",
 }
 
@@ -63,7 +64,9 @@ def test_flags_without_an_equal_are_one_line(line: str, said: str) -> None:
         parse_command_line(line.split())
     (only,) = caught.value.lines
     assert only.startswith(said)
-    assert said in "\n".join(check_command_line(line.split())[1])
+    problems = check_command_line(line.split())[1]
+    assert said in "\n".join(problems)
+    assert not any("ambiguous" in problem for problem in problems)
 
 
 def test_what_differs_is_told_and_values_are_left_alone() -> None:
