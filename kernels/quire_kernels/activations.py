@@ -25,6 +25,7 @@ class Definition(NamedTuple):
 
     activate: Callable[[Tensor], Tensor]
     factor: Callable[[Tensor], Tensor]
+    steepest: float  # bound of the derivative of `activate`, by which `verify` bounds what an error of the gate becomes
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -57,7 +58,7 @@ def _clamped_and_one(up: Tensor) -> Tensor:
 
 
 DEFINITIONS: dict[Activation, Definition] = {
-    "silu": Definition(_silu, _as_it_is),
-    "gelu_tanh": Definition(_gelu_tanh, _as_it_is),
-    "swiglu_clamped": Definition(_swiglu, _clamped_and_one),
+    "silu": Definition(_silu, _as_it_is, 1.2),
+    "gelu_tanh": Definition(_gelu_tanh, _as_it_is, 1.2),
+    "swiglu_clamped": Definition(_swiglu, _clamped_and_one, 1.2),
 }

@@ -25,7 +25,6 @@ from quire_kernels.verify.operands import Source
 
 _EPS = 1e-6
 _INT8 = 127.0
-_STEEPEST = 1.2  # bound of the activations' derivatives
 _MOST_EXPERTS, _MOST_WEIGHTS = 8, 1 << 18
 
 
@@ -334,7 +333,7 @@ class ExpertChecks:
         gate, up = (self._project(rows, side[expert], bias[expert]) for side, bias in self._sides)
         factor, active = definition.factor(up.value), definition.activate(gate.value)
         inner = active * factor
-        error = _STEEPEST * gate.bound * (factor.abs() + up.bound) + active.abs() * up.bound
+        error = definition.steepest * gate.bound * (factor.abs() + up.bound) + active.abs() * up.bound
         error = error + tolerance.rounded(inner, dtype) + tolerance.float32_sum(8, inner.abs())
         down = self._project(inner, self._down[expert], self._biases[2][expert])
         return _Result(down.value, down.bound + error @ self._down[expert].double().abs().T)

@@ -299,10 +299,9 @@ class LinearChecks:
         gate_bias, up_bias = self._pair_bias.chunk(2)
         gate, gate_bound = self._project(self._normed, self._weight, gate_bias, normed=True)
         up, up_bound = self._project(self._normed, self._up, up_bias, normed=True)
-        steepest = 1.2  # bound of the activations' derivatives
         definition = DEFINITIONS[activation]
         factor = definition.factor(up).abs() + up_bound
-        bound = steepest * gate_bound * factor + definition.activate(gate).abs() * up_bound
+        bound = definition.steepest * gate_bound * factor + definition.activate(gate).abs() * up_bound
         bound = bound + tolerance.rounded(truth, self._subject.dtype) + tolerance.float32_sum(8, truth.abs())
         return _Expected(truth=truth, bound=bound)
 
