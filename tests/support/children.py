@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.processes import inheriting
+from support.processes import inheriting, lives
 
 _MARK = "CHILD_RUN"  # a variable that a child's own children inherit, by which they are found
 _KILLED_SECONDS = 10.0  # a killed process that a driver holds is left behind after this time
@@ -65,7 +65,7 @@ class Children:
                 code = None
             return Ended(code=code, seconds=time.monotonic() - started)
         finally:
-            _kill_marked(mark)
+            _kill_marked(mark, _KILLED_SECONDS)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_KILLED_SECONDS)
             with self._lock:
@@ -76,15 +76,17 @@ class Children:
         with self._lock:
             self._closed, live = True, set(self._live)
         for mark in live:
-            _kill_marked(mark)
+            _kill_marked(mark, 0.0)  # each run waits for its own
 
 
-def _kill_marked(mark: str) -> None:
-    """Kill the processes that carry a mark, until none is left that is not already dying."""
-    for _ in range(5):  # a process may fork while it is looked for
-        found = inheriting(_MARK, mark)
-        if not found:
-            return
+def _kill_marked(mark: str, seconds: float) -> None:
+    """Kill the processes that carry a mark, and wait until none of them lives, or for these seconds."""
+    deadline, killed = time.monotonic() + seconds, set()
+    while found := {*inheriting(_MARK, mark), *(pid for pid in killed if lives(pid))}:
         for pid in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+        killed |= found
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.01)  # what was forked meanwhile is found by the next look

@@ -19,6 +19,7 @@ from gpu_first.running import Run
 from quire_kernels.optional_paths import NAMES
 from support import gpu_run
 from support.children import Children
+from support.processes import lives
 
 LONG = 600.0  # far beyond every limit here
 HANG = f"import time; time.sleep({LONG})"
@@ -113,8 +114,7 @@ def test_what_a_killed_job_started_in_a_session_of_its_own_is_killed_too(tmp_pat
         seconds *= 2
         ended = children.run(command, seconds=seconds, cwd=tmp_path, environment=os.environ, output=output)
         assert ended.code is None
-    status = Path(f"/proc/{pid.read_text()}/stat")
-    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert not lives(int(pid.read_text()))
 
 
 @pytest.mark.parametrize("device", [jobs.CUDA, jobs.SIMULATED])
