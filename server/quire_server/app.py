@@ -58,7 +58,6 @@ from quire_server.logs import lost_lines
 from quire_server.logs.otlp_metrics import RequestMeters
 from quire_server.logs.requests import StoryTeller, log_order, log_reply, story_of
 from quire_server.logs.tracing import Tracing
-from quire_server.metrics.metric_catalog import VERSION
 from quire_server.metrics.metrics import Metrics
 from quire_server.metrics.request_record import CURRENT, RequestStory, totals
 from quire_server.routes import (
@@ -83,6 +82,7 @@ from quire_server.routes.dashboard import Feed
 from quire_server.routes.elsewhere import advice
 from quire_server.state import ServerState
 from quire_server.text.markdown import MarkdownRenderer
+from quire_server.version import VERSION
 
 ROUTERS = (
     completions.router,

@@ -29,7 +29,7 @@ from quire_engine.execution.drafting.suffix import SuffixDrafter
 from quire_engine.execution.models import families
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.scheduling import scheduler
-from quire_engine.scheduling.log import inspection
+from quire_engine.scheduling.log import books
 from quire_engine.scheduling.policies import VICTIMS, Policies, policies_for
 from quire_engine.scheduling.roster import Roster
 from quire_engine.scheduling.speculation import Speculation
@@ -166,7 +166,7 @@ def test_a_metric_of_the_engine_is_a_field_an_attribute_of_its_name_and_a_declar
             values.counter("quire_naps", "Naps.", field="total_naps")
 
     stats = make_dataclass("StatsWithNaps", [("total_naps", int, 0)], bases=(EngineStats,), frozen=True, kw_only=True)
-    monkeypatch.setattr(inspection, "EngineStats", stats)
+    monkeypatch.setattr(books, "EngineStats", stats)
     monkeypatch.setattr(scheduler, "Roster", NappingRoster)
     monkeypatch.setattr(metrics, "RequestMetrics", WithNaps)
     counted = metrics.Metrics("tiny")

@@ -20,8 +20,9 @@ from quire_engine.contract.types import EngineStats, GenerationRequest, HoldReas
 from quire_engine.scheduling.fast_forward import ChunkSeconds, DecodeSeconds, FastForward, Skipped, TokensLeft
 from quire_engine.scheduling.gate import check_request
 from quire_engine.scheduling.kept_prefixes import Allocate, KeptPrefixes, allocator_with
+from quire_engine.scheduling.log.books import Books
 from quire_engine.scheduling.log.fragmentation import Fragmentation
-from quire_engine.scheduling.log.inspection import Arguments, Books, Inspection
+from quire_engine.scheduling.log.inspection import Arguments, Inspection
 from quire_engine.scheduling.log.step_log import StepLog
 from quire_engine.scheduling.outputs import expired_outputs
 from quire_engine.scheduling.planner import Planner

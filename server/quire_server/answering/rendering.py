@@ -15,8 +15,8 @@ from quire_server.answering.choice import ChoiceDelta
 from quire_server.answering.generation import Generation, Usage
 from quire_server.answering.options import ReplyOptions
 from quire_server.http.sse import DONE
-from quire_server.metrics.metric_catalog import VERSION
 from quire_server.metrics.request_record import RequestSummary
+from quire_server.version import VERSION
 
 encode = msgspec.json.Encoder().encode
 PLAIN_END = b',"logprobs":null,"finish_reason":null}]'

@@ -6,11 +6,12 @@ Promises: one line on stdout.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import version
+
+from quire_server.version import VERSION
 
 
 def run(argv: Sequence[str]) -> int:
     """Print the version; arguments are ignored."""
     del argv
-    print(f"quire {version('quire')}")
+    print(f"quire {VERSION}")
     return 0

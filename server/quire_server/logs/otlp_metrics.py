@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from threading import Thread
 
 from quire_server.http.guard import Reply
 from quire_server.logs.output import collector_url
 from quire_server.logs.tracing import CLOSE_SECONDS, OPERATIONS, service
 from quire_server.metrics.request_record import RequestSummary, totals
+from quire_server.version import VERSION
 
 _TOKENS = "gen_ai.client.token.usage"
 _DURATION = "gen_ai.server.request.duration"
@@ -49,7 +49,7 @@ class RequestMeters:
         ]
         self._provider = MeterProvider([reader], resource=service(), shutdown_on_exit=False, views=views)
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # log each failed export, not each retry
-        meter = self._provider.get_meter("quire", version("quire"))
+        meter = self._provider.get_meter("quire", VERSION)
         units = {_TOKENS: "{token}", _DURATION: "s", _FIRST: "s", _EACH: "s"}
         self._histograms = {name: meter.create_histogram(name, unit=unit) for name, unit in units.items()}
 

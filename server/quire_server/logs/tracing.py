@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from quire_server.http.guard import Reply
 from quire_server.logs.output import collector_url
 from quire_server.metrics.request_record import RequestSummary, StoryTotals, totals
+from quire_server.version import VERSION
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -48,7 +48,7 @@ def service() -> Resource:
     """Return the resource that names this server in all that it tells a collector."""
     from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - optional
 
-    resource = Resource.create({"service.version": version("quire")})
+    resource = Resource.create({"service.version": VERSION})
     if str(resource.attributes.get("service.name", "unknown_service")).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": "quire"}))  # no variable has set it
     return resource
@@ -71,7 +71,7 @@ class Tracing:
             BatchSpanProcessor(OTLPSpanExporter(endpoint=collector_url("traces", endpoint)))
         )
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # log each failed batch, not each retry
-        self._tracer = self._provider.get_tracer("quire", version("quire"))
+        self._tracer = self._provider.get_tracer("quire", VERSION)
 
     def tell(self, reply: Reply, carrier: Mapping[str, str], summaries: Sequence[RequestSummary]) -> None:
         """Make the spans of a request that has ended now. Errors are logged and do not affect the request."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from itertools import zip_longest
 from typing import Literal, get_args
 
@@ -27,9 +26,9 @@ from quire_engine.contract.types import (
 from quire_server.metrics.metric_values import Histogram, Total, Values
 from quire_server.metrics.samples import Window
 from quire_server.metrics.step_metrics import PrefillCost, StepMetrics
+from quire_server.version import VERSION
 
 Outcome = Literal["stop", "length", "abort", "error"]
-VERSION = version("quire")  # a constant, since it reads files
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error")
 REJECT_REASONS = (
     *("max_num_queued_reqs", "max_num_queued_tokens", "draining", "tenant", "slo_ttft"),

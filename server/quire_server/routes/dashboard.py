@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from importlib.metadata import version
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -16,6 +15,7 @@ from fastapi.responses import Response
 from quire_server.errors import QueueFull
 from quire_server.http.sse import EventStream, error_frames
 from quire_server.state import ServerState, state_of
+from quire_server.version import VERSION
 
 router = APIRouter(include_in_schema=False)
 
@@ -79,7 +79,7 @@ class _Viewing:
         limits = plan.scheduler.limits
         return {
             "started": self._state.started,  # a new value after a reconnection means a new server
-            "version": version("quire"),
+            "version": VERSION,
             "model": self._state.model_names[0],
             "device": plan.device,
             "dtype": plan.dtype,

@@ -5,7 +5,6 @@ They answer in milliseconds whatever the engine does, except the deep one; the o
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -15,6 +14,7 @@ from quire_server.answering.deep_check import DeepCheck
 from quire_server.errors import NotReady
 from quire_server.http.openapi import error_response
 from quire_server.state import choose, choose_by_query, state_of
+from quire_server.version import VERSION
 
 router = APIRouter(tags=["health"])
 
@@ -79,7 +79,7 @@ async def load(request: Request) -> Load:
 @router.get("/version")
 async def get_version() -> Version:
     """Return the server's version."""
-    return Version(version=version("quire"))
+    return Version(version=VERSION)
 
 
 def _not_ready(what: str, reason: str, *, close: bool = False) -> NotReady:

@@ -5,7 +5,6 @@ Nothing is loaded from other hosts. The pages have no secrets and need no key; t
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from importlib.resources import files
 from typing import Annotated
 
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from quire_server.errors import RouteNotFound
 from quire_server.http.body import json_body
 from quire_server.text.markdown import MarkdownRenderer
+from quire_server.version import VERSION
 
 router = APIRouter(include_in_schema=False)
 
@@ -59,7 +59,7 @@ async def landing(request: Request) -> Response:
     accepted = request.headers.get("accept", "")
     if "application/json" in accepted and "text/html" not in accepted:
         where = {"docs": "/docs", "openapi": "/openapi.json", "models": "/v1/models", "health": "/health"}
-        return JSONResponse({"name": "quire", "version": version("quire"), **where}, headers={"vary": "accept"})
+        return JSONResponse({"name": "quire", "version": VERSION, **where}, headers={"vary": "accept"})
     page = _page("index.html")
     page.headers["vary"] = "accept"
     return page

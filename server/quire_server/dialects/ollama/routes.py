@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from importlib.metadata import version
 from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Request
@@ -41,6 +40,7 @@ from quire_server.http.json_text import Pieces, pieces_of_object
 from quire_server.http.large_reply import PiecedReply
 from quire_server.http.openapi import line_responses
 from quire_server.state import ServerState, state_of
+from quire_server.version import VERSION
 
 router = APIRouter(prefix="/api", tags=["ollama"])
 
@@ -121,7 +121,7 @@ async def show(body: Annotated[ShowRequest, json_body(ShowRequest)], request: Re
 @router.get("/version")
 async def api_version() -> ApiVersion:
     """Return the version of Ollama's API that is served, and that of the server."""
-    return ApiVersion(version=API_VERSION, quire=version("quire"))
+    return ApiVersion(version=API_VERSION, quire=VERSION)
 
 
 def _chosen(request: Request, model: str) -> tuple[ServerState, str]:

@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 from quire_engine.contract.config import EnginePlan
@@ -35,6 +34,7 @@ from quire_server.engine.nodes.sessions import STATS_SECONDS, PrefixLedger, Sess
 from quire_server.engine.stats_sum import OF_A_STEP
 from quire_server.engine.supervisor import EngineState, Supervisor
 from quire_server.metrics.node_metrics import NodeMetrics
+from quire_server.version import VERSION
 
 HANDSHAKE_SECONDS = 5.0  # for TLS and both proofs
 MOST_UNPROVEN = 64  # connections whose peers have not proven themselves yet
@@ -250,7 +250,7 @@ class Node:
         engine = self._engine
         return NodeState(
             instance=self._instance,
-            version=version("quire"),
+            version=VERSION,
             state=engine.state.value,
             draining=self._draining,
             proving=engine.is_proving,
