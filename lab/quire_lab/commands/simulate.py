@@ -47,7 +47,8 @@ from quire_server.showing.terminal import (
 DEFAULT_COST = "quire-calibration.json"
 _EPILOG = f"""\
 Steps take what the cost model says: --cost FILE of `quire calibrate` (default ./{DEFAULT_COST}), or numbers
-such as step=20ms,row=0.2ms,context=0.1us,token=0.1ms, or unit: steps of one second. With --lengths it is unit.
+such as step=20ms,row=0.2ms,context=0.1us,token=0.1ms, or unit: steps of one second, with no target
+for gaps between tokens unless --set itl_target names one. With --lengths it is unit.
 
 Published numbers are held against it by: python -m quire_lab.studies
 

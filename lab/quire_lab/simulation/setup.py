@@ -95,8 +95,11 @@ class Setup:
 
 
 def setup(plain: Mapping[str, Any], cost: CostModel) -> Setup:
-    """The setup from `settings` in a file of `quire calibrate`. Raises ConfigError."""
-    named = plain.get("settings", {})
+    """The setup from `settings` in a file of `quire calibrate`. Raises ConfigError.
+
+    Where steps are units of time nothing is asked of the gaps between tokens: every step would be too long.
+    """
+    named = {**({"itl_target": 0.0} if cost == UNIT_STEPS else {}), **plain.get("settings", {})}
     return Setup(cost=cost).with_settings((name, value) for name, value in named.items() if name in CHANGEABLE)
 
 

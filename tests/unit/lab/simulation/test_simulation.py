@@ -163,6 +163,8 @@ def test_settings_by_name() -> None:
     limits = changed.scheduler.limits
     assert (limits.max_num_seqs, limits.enable_prefix_caching, limits.itl_target) == (7, False, 0.5)
     assert setup({"settings": changed.settings()}, UNIT_STEPS) == changed
+    assert setup({}, UNIT_STEPS).scheduler.limits.itl_target == 0.0  # no step of one unit could meet one
+    assert setup({}, CostModel(step=0.01)).scheduler.limits.itl_target > 0.0
     for text in ("max_num_seqs", "nonsense=3", "max_num_seqs=many", "max_num_seqs=600", "scheduling_policy=best"):
         with pytest.raises(ConfigError):
             Setup().with_settings(parse_settings([text]))
