@@ -161,7 +161,7 @@ def test_an_operator_ends_a_request_wherever_it_is(server: Served) -> None:
 
 
 def test_a_stopped_one_is_replaced() -> None:
-    with Served(*FLAGS, "--api-server-count", "2", "--set", "engine_hang_timeout=3") as server:
+    with Served(*FLAGS, "--api-server-count", "2", "--set", "engine_hang_timeout=8") as server:
         both_serve(server)
         os.kill(api_servers(server)[0].pid, signal.SIGSTOP)
         deadline = time.monotonic() + 300
