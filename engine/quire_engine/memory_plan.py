@@ -183,7 +183,7 @@ def size_pool(
 def plan_text(plan: EnginePlan, quality: str = "") -> str:
     """The plan in a few lines, for the start and --dry-run. `quality`: the measured loss by quantisation, if known."""
     scheduler, limits = plan.scheduler, plan.scheduler.limits
-    fits = [f"{_num_fitting(plan, scheduler.max_model_len):,} sequences of {scheduler.max_model_len:,} tokens"]
+    fits = [_sequences_text(_num_fitting(plan, scheduler.max_model_len), scheduler.max_model_len)]
     if scheduler.max_model_len > 1024:
         fits.append(f"{_num_fitting(plan, 1024):,} of 1,024 tokens")
     loaded = f", loaded in {plan.load_seconds:.1f} s" if plan.load_seconds else ", estimated"
@@ -235,7 +235,7 @@ def summary_text(plan: EnginePlan) -> str:
     return (
         f"{plan.num_parameters:,} parameters{_stored_text(plan)}, on {plan.device} with"
         f" {_threads_text(plan)}; weights {bytes_text(plan.weights_bytes)}{quantized}, KV cache"
-        f" {bytes_text(plan.kv_bytes)}, {_num_fitting(plan, length):,} sequences of {length:,} tokens"
+        f" {bytes_text(plan.kv_bytes)}, {_sequences_text(_num_fitting(plan, length), length)}"
     )
 
 
@@ -339,8 +339,8 @@ def _live_text(plan: EnginePlan) -> str:
         count * scheduler.num_blocks_for(length) * plan.bytes_per_block for length in (tokens, scheduler.max_model_len)
     )
     return (
-        f"{count:,} sequences of {tokens:,} tokens hold {bytes_text(live)};"
-        f" reserved at full length they would take {bytes_text(reserved)}"
+        f"{_sequences_text(count, tokens)} hold{'s' if count == 1 else ''} {bytes_text(live)};"
+        f" reserved at full length {'it' if count == 1 else 'they'} would take {bytes_text(reserved)}"
     )
 
 
@@ -377,6 +377,10 @@ def _share_lines(limits: SchedulerLimits) -> list[tuple[str, str]]:
 
 def _num_fitting(plan: EnginePlan, length: int) -> int:
     return plan.scheduler.num_blocks // plan.scheduler.num_blocks_for(length)
+
+
+def _sequences_text(count: int, length: int) -> str:
+    return f"{count:,} sequence{'' if count == 1 else 's'} of {length:,} token{'' if length == 1 else 's'}"
 
 
 def bytes_text(count: int) -> str:

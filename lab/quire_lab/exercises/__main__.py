@@ -1,4 +1,4 @@
-"""Exercises by a live server: python -m quire_lab.exercises --url http://127.0.0.1:8000 [S1.3 S2.2 ...].
+"""Exercises by a live server: quire exercises --url http://127.0.0.1:8000 [S1.3 S2.2 ...].
 
 Promises: what the command of checks does; servers of its own, for what the given one cannot show, are gone at the end.
 """
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     """Check and print; the process's exit code."""
     with OwnServers() as own:
         known = sorted(name for names in checks(None, own, None) for name in names)
-        command = CheckCommand("quire_lab.exercises", about=_ABOUT, one="exercise", known=known)
+        command = CheckCommand("quire exercises", about=_ABOUT, one="exercise", known=known)
         command.parser.add_argument(
             "--plot",
             nargs="?",

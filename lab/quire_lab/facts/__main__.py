@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     """Check and print; the process's exit code."""
     known = [number for numbers in checks(None) for number in numbers]
     about = "Facts on batching and paged memory against a live server: what was expected and what came."
-    command = CheckCommand("quire_lab.facts", about=about, one="fact", known=known)
+    command = CheckCommand("python -m quire_lab.facts", about=about, one="fact", known=known)
     asked = command.parse(argv)
     return command.carry_out(asked, checks(asked.model))
 

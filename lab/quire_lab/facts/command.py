@@ -25,10 +25,10 @@ Checks = Mapping[tuple[str, ...], Callable[[Live], list[Fact]]]  # by the names 
 class CheckCommand:
     """The flags that such commands share, and what they do with them."""
 
-    def __init__(self, module: str, *, about: str, one: str, known: Iterable[str]) -> None:
+    def __init__(self, program: str, *, about: str, one: str, known: Iterable[str]) -> None:
         """`one` is what a single check is called, `known` the names that there are."""
         self._one, self._known = one, list(known)
-        self.parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+        self.parser = argparse.ArgumentParser(prog=program, description=about)
         listed = f"which: {', '.join(self._known)}; default: all"
         self.parser.add_argument("names", nargs="*", type=str.upper, metavar=one.upper(), help=listed)
         self.parser.add_argument(

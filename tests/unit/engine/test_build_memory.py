@@ -195,7 +195,7 @@ def test_the_plan_reads_in_numbers_an_operator_can_check():
         roomy
     )
     tiny = dataclasses.replace(PLAN, scheduler=SchedulerConfig(num_blocks=1, max_model_len=1))
-    assert "1 sequences of 1 tokens hold 64.0 KiB; reserved" in plan_text(tiny)
+    assert "1 sequence of 1 token holds 64.0 KiB; reserved at full length it would" in plan_text(tiny)
     assert "4.71 MiB, estimated\n" in plan_text(dataclasses.replace(PLAN, load_seconds=0.0))
 
 
