@@ -36,7 +36,7 @@ def workload(**changes: object) -> Workload:
 async def quire(state: ServerState | None = None, **options: object) -> AsyncIterator[Server]:
     async with listening(make_app(state, **options)) as listener:
         info = await discover(listener.address, "quire", api_key=None, model=None)
-        server = Server(info, api_key=None, timeout=20.0, temperature=0.0)
+        server = Server(info, api_key=None, timeout=600.0, temperature=0.0)
         try:
             yield server
         finally:
@@ -139,7 +139,7 @@ async def test_tokens_without_text_have_a_chunk_whatever_is_asked_for() -> None:
     for token_ids in (False, True):
         engine = FakeEngine(replies=lambda request, choice: emoji)
         async with quire(engine=engine) as server:
-            asking = Server(server.info, api_key=None, timeout=20.0, temperature=0.0, token_ids=token_ids)
+            asking = Server(server.info, api_key=None, timeout=600.0, temperature=0.0, token_ids=token_ids)
             run = await load(asking, streams(1), workload(requests=1, output=Span(low=8, high=8)))
             await asking.close()
         found.append((measure(run).chunks, measure(run).output_tokens))
@@ -231,7 +231,7 @@ async def test_what_cannot_be_measured_is_said_before_measuring(flags: str, comp
 async def test_a_server_that_dies_is_an_error_and_no_exception() -> None:
     async with listening(make_app(make_state())) as listener:
         info = await discover(listener.address, "quire", api_key=None, model=None)
-    gone = Server(info, api_key=None, timeout=5.0, temperature=0.0)
+    gone = Server(info, api_key=None, timeout=600.0, temperature=0.0)
     measures: Measures = measure(await load(gone, streams(2), workload(requests=4)))
     assert measures.errors == {"unreachable": 4}
 

@@ -49,7 +49,7 @@ async def peer(*replies: bytes | None, then_close: bool = True) -> AsyncIterator
         server.close()
 
 
-async def exchanged(url: str, *, patience: float = 5.0, requests: int = 1) -> list[Record]:
+async def exchanged(url: str, *, patience: float = 300.0, requests: int = 1) -> list[Record]:
     client = Client(url, timeout=patience)
     records = [Record(due=0.0, input_tokens=7, asked_tokens=2) for _ in range(requests)]
     try:

@@ -99,7 +99,7 @@ async def test_the_document_names_the_limits() -> None:
 
 
 async def test_bodies_that_find_no_room_are_503_and_small_ones_find_it() -> None:
-    app = make_app(max_body_bytes=MIB, max_body_bytes_total=2 * MIB, body_timeout=20)
+    app = make_app(max_body_bytes=MIB, max_body_bytes_total=2 * MIB, body_timeout=600)
     async with listening(app) as server, httpx.AsyncClient(base_url=server.address) as client:
         async with held(server.port, "/tokenize", MIB, MIB - 1), held(server.port, "/tokenize", MIB, MIB - 1):
             assert await body_bytes(client) == 2 * (MIB - 1)
@@ -116,7 +116,7 @@ async def test_bodies_that_find_no_room_are_503_and_small_ones_find_it() -> None
 
 
 async def test_what_is_refused_while_it_arrives_makes_room() -> None:
-    app = make_app(max_body_bytes=MIB, max_body_bytes_total=2 * MIB, body_timeout=20)
+    app = make_app(max_body_bytes=MIB, max_body_bytes_total=2 * MIB, body_timeout=600)
     async with (
         listening(app) as server,
         httpx.AsyncClient(base_url=server.address) as client,

@@ -19,7 +19,7 @@ from support.fakes import listening, make_app, make_state
 pytestmark = pytest.mark.anyio
 
 
-async def until(condition: Callable[[], bool], patience: float = 60.0) -> None:
+async def until(condition: Callable[[], bool], patience: float = 300.0) -> None:
     async with asyncio.timeout(patience):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.005)

@@ -21,7 +21,7 @@ JSON = b"Content-Type: application/json\r\n"
 
 def limited(**settings: object) -> FastAPI:
     # No idle connection is closed within the patience of these tests, so that none passes because of that.
-    bounds = {"max_body_bytes": LIMIT, "header_timeout": 0.4, "body_timeout": 0.5, "timeout_keep_alive": 120}
+    bounds = {"max_body_bytes": LIMIT, "header_timeout": 0.4, "body_timeout": 0.5, "timeout_keep_alive": 600}
     return make_app(**{**bounds, **settings})
 
 
@@ -138,7 +138,7 @@ async def test_bodies_at_the_limit_pass() -> None:
     body = json.dumps({"prompt": ""}).encode()
     body = json.dumps({"prompt": "x" * (LIMIT - len(body))}).encode()
     assert len(body) == LIMIT
-    async with listening(limited(body_timeout=20)) as server:
+    async with listening(limited(body_timeout=600)) as server:
         for framing in (b"Content-Length: %d\r\n" % LIMIT, b"Transfer-Encoding: chunked\r\n"):
             sent = body if b"Length" in framing else chunked(body, 100_000)
             raw = await exchange(server.port, post(framing + b"Connection: close\r\n", sent))
@@ -147,7 +147,7 @@ async def test_bodies_at_the_limit_pass() -> None:
 
 async def test_many_tiny_chunks_are_one_body() -> None:
     body = json.dumps({"prompt": "x" * 20_000}).encode()
-    async with listening(limited(body_timeout=20)) as server:
+    async with listening(limited(body_timeout=600)) as server:
         raw = await exchange(
             server.port, post(b"Transfer-Encoding: chunked\r\nConnection: close\r\n", chunked(body, 1))
         )
@@ -159,10 +159,10 @@ async def test_trailers_are_dropped_and_bounded() -> None:
     async with listening(limited(api_key=("key",))) as server:
         raw = await exchange(server.port, post(b"Transfer-Encoding: chunked\r\nConnection: close\r\n", trailers))
         check_envelope(raw, 401)
-    async with listening(limited(body_timeout=20, max_body_bytes=1024)) as server:
+    async with listening(limited(body_timeout=600, max_body_bytes=1024)) as server:
         endless = b"2\r\n{}\r\n0\r\nA: " + b"a" * 3_000_000
         with contextlib.suppress(ConnectionError):
-            assert await exchange(server.port, post(b"Transfer-Encoding: chunked\r\n", endless), patience=5) == b""
+            assert await exchange(server.port, post(b"Transfer-Encoding: chunked\r\n", endless)) == b""
         await still_serves(server.port)
 
 
@@ -234,7 +234,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 
 
 async def test_connections_over_the_cap_are_503() -> None:
-    async with listening(limited(max_connections=3, header_timeout=5)) as server:
+    async with listening(limited(max_connections=3, header_timeout=600)) as server:
         held = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
         await asyncio.sleep(0.05)
         reply = check_envelope(await exchange(server.port), 503)
@@ -247,7 +247,7 @@ async def test_connections_over_the_cap_are_503() -> None:
 
 async def test_those_who_were_turned_away_keep_nobody_out() -> None:
     """They may stay a second to read why, and come back faster than that."""
-    async with listening(limited(max_connections=3, header_timeout=5)) as server:
+    async with listening(limited(max_connections=3, header_timeout=600)) as server:
         held = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
         away = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
         for reader, _ in away:

@@ -27,12 +27,12 @@ class Server:
 
     def __enter__(self) -> str:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(300)
         return f"http://127.0.0.1:{self.port}/v1"
 
     def __exit__(self, *exc: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(300)
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -103,7 +103,7 @@ async def test_a_client_library_passes_the_probe_over(served) -> None:
     _, port = served
 
     def ask() -> tuple[int, object]:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
         body = json.dumps({"prompt": "a", "max_tokens": 12, "temperature": 0})
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         connection.sock.shutdown(socket.SHUT_WR)

@@ -312,7 +312,7 @@ async def test_a_session_is_no_way_around_the_new_authorities(
 
     def call(port: int, session: ssl.SSLSession | None) -> ssl.SSLSession | None:
         with (
-            socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+            socket.create_connection(("127.0.0.1", port), timeout=300) as plain,
             context.wrap_socket(plain, server_hostname="localhost", session=session) as link,
         ):
             link.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")

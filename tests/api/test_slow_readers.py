@@ -29,7 +29,7 @@ STREAM = {
 SLOW = {"max_model_len": 1500, "stream_buffer_tokens": 16}
 
 
-async def until(condition: Callable[[], bool], patience: float = 60.0) -> None:
+async def until(condition: Callable[[], bool], patience: float = 300.0) -> None:
     async with asyncio.timeout(patience):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.005)

@@ -141,7 +141,7 @@ def test_a_script_ended_by_a_signal_leaves_no_engine(tmp_path: Path, number: sig
         else:
             script.send_signal(number)
         said = script.stderr.read()
-        script.wait(20)
+        script.wait(300)
     assert script.returncode == -number
     if number is signal.SIGINT:
         assert said.splitlines()[-1] == "KeyboardInterrupt"

@@ -57,7 +57,7 @@ async def begin(
     return batch
 
 
-async def ended(client: httpx.AsyncClient, batch: Mapping[str, Any], *, patience: float = 60.0) -> dict[str, Any]:
+async def ended(client: httpx.AsyncClient, batch: Mapping[str, Any], *, patience: float = 300.0) -> dict[str, Any]:
     """The batch when it has ended."""
     async with asyncio.timeout(patience):
         while True:
@@ -67,7 +67,7 @@ async def ended(client: httpx.AsyncClient, batch: Mapping[str, Any], *, patience
             await asyncio.sleep(0.02)
 
 
-async def until(condition: Callable[[], bool], *, patience: float = 60.0) -> None:
+async def until(condition: Callable[[], bool], *, patience: float = 300.0) -> None:
     async with asyncio.timeout(patience):
         while not condition():  # noqa: ASYNC110  # what is waited for has no event
             await asyncio.sleep(0.01)

@@ -182,7 +182,7 @@ async def listening(app: FastAPI) -> AsyncIterator[Listening]:
         await serving
 
 
-async def exchange(port: int, *parts: bytes, pause: float = 0.0, patience: float = 60.0) -> bytes:
+async def exchange(port: int, *parts: bytes, pause: float = 0.0, patience: float = 300.0) -> bytes:
     """Send the parts over one connection and return all that came back until the server closed it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:

@@ -55,7 +55,7 @@ class KVWire:
             self.num_connections += 1
             host, _, port = self.target.rpartition(":")
             try:
-                far = socket.create_connection((host, int(port)), timeout=5)
+                far = socket.create_connection((host, int(port)), timeout=300)
             except OSError:
                 near.close()
                 continue

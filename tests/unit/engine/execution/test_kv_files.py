@@ -95,7 +95,7 @@ def test_more_than_the_disk_takes_is_left_out(host, monkeypatch):
     monkeypatch.setattr("quire_engine.execution.kv.kv_storage._MOST_WAITING", 1)
     first, arrived, begun = host(), Event(), Event()
     first.store(0, 4, lambda: (begun.set(), arrived.wait()))
-    assert begun.wait(10)
+    assert begun.wait(300)
     first.store(1, 5)
     first.store(2, 6)
     arrived.set()

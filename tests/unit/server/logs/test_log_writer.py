@@ -71,9 +71,9 @@ def test_a_pipe_that_nobody_reads_costs_lines_and_no_time(pipe: tuple[int, int])
     reading = threading.Thread(target=lambda: result.append(drained(pipe[0])))
     result: list[bytes] = []
     reading.start()
-    assert writer.close(10)
+    assert writer.close(300)
     os.close(pipe[1])
-    reading.join(10)
+    reading.join(300)
     lines = result[0].split(b"\n")[:-1]
     assert lines.count(line[:-1]) == 5000 - lost
     assert [each for each in lines if each != line[:-1]] == [b"lost %d" % lost]

@@ -44,7 +44,7 @@ class Kept:
         self.files.read([KEYS[number] for number in numbers])
         found: list[int | None] = []
         while len(found) < len(numbers):
-            self.files.wait(5)
+            self.files.wait(300)
             for key, payload in self.files.take():
                 assert key == KEYS[numbers[len(found)]]
                 if payload is not None:
@@ -103,12 +103,12 @@ def test_a_block_that_the_pool_takes_back_while_it_is_copied_is_not_written(run,
 
     def slow(row: torch.Tensor) -> bytes:
         copying.set()
-        assert lost.wait(5)
+        assert lost.wait(300)
         return bytes(row.numel())
 
     monkeypatch.setattr("quire_engine.execution.kv.pool_rows.bytes_of", slow)
     first.keep(1)
-    assert copying.wait(5)
+    assert copying.wait(300)
     first.files.lose(KEYS[1])
     first.pool[1].fill_(99)
     lost.set()
@@ -126,12 +126,12 @@ def test_more_than_may_wait_is_dropped_and_counted(run, monkeypatch):
 
     def slow(self: BlockFiles, key: bytes, payload: bytes, *, used: int | None = None) -> None:
         begun.set()
-        assert goes_on.wait(5)
+        assert goes_on.wait(300)
         write(self, key, payload, used=used)
 
     monkeypatch.setattr(BlockFiles, "write", slow)
     first.keep(1)
-    assert begun.wait(5)
+    assert begun.wait(300)
     first.keep(2, 3, 4)
     assert first.files.counts.dropped == 1
     goes_on.set()
@@ -217,14 +217,14 @@ def test_what_is_removed_is_gone_though_it_was_being_written(run, tmp_path, monk
 
     def slow(self: BlockFiles, key: bytes, payload: bytes, *, used: int | None = None) -> None:
         begun.set()
-        assert goes_on.wait(5)
+        assert goes_on.wait(300)
         write(self, key, payload, used=used)
 
     first.keep(1)
     first.written(1)
     monkeypatch.setattr(BlockFiles, "write", slow)
     first.keep(2, 3)
-    assert begun.wait(5)
+    assert begun.wait(300)
     assert first.files.clear() == 1
     goes_on.set()
     again = run()
@@ -238,7 +238,7 @@ def test_an_emptied_store_answers_those_who_wait(run):
     first.written(1)
     first.files.read([KEYS[1]])
     first.files.clear()
-    first.files.wait(5)
+    first.files.wait(300)
     assert first.files.take() == [(KEYS[1], None)]
 
 
