@@ -15,6 +15,7 @@ from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from quire.sampling_params import StructuredOutputsParams
 from support.adapters import merged, write_adapter
 from support.checkpoints import shared_checkpoint
+from support.served_answers import engines_in_threads
 
 SETTINGS: dict[str, Any] = {"kv_memory": 8 << 20, "num_threads": 1, "max_model_len": 192, "seed": 3}
 PROMPTS = ["Once upon a time", "The capital of France is"]
@@ -39,6 +40,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder, model = tmp_path_factory.mktemp("adapters"), shared_checkpoint("llama")
     paths = [write_adapter(folder / f"a{i}", model, seed=i) for i in range(2)]
     with (
+        engines_in_threads(),
         LLM(model, enable_lora=True, **SETTINGS) as llm,
         LLM(merged(folder / "merged", model, paths[0]), **SETTINGS) as one,
     ):
@@ -78,7 +80,7 @@ def test_choices_and_their_log_probabilities(served: Served, params: SamplingPar
     assert generated(served.llm, params, [None, first]) == [plain[0], found[1]]
 
 
-@pytest.mark.parametrize("length_penalty", [1.0, 0.5])
+@pytest.mark.parametrize("length_penalty", [pytest.param(1.0, marks=pytest.mark.matrix), 0.5])
 def test_beam_search(served: Served, length_penalty: float) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=16, length_penalty=length_penalty)
     first, second = served.adapters

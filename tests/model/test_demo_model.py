@@ -24,6 +24,7 @@ from make_demo.tokens import CONTROL_TOKENS, MARKERS, encode
 from make_demo.train import main
 from make_demo.turns import spans
 from quire_engine.demo import demo_model_path
+from support.served_answers import engines_in_threads
 
 PATH = demo_model_path()
 TOKENIZER = Tokenizer.from_file(str(PATH / "tokenizer.json"))
@@ -106,7 +107,7 @@ def test_the_card_says_what_the_model_is_not() -> None:
 
 
 @given(st.text(max_size=200))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_text_survives_the_tokenizer(text: str) -> None:
     text = text.encode("utf-8", "replace").decode("utf-8")
     assert TOKENIZER.decode(TOKENIZER.encode(text).ids, skip_special_tokens=False) == text
@@ -149,16 +150,16 @@ def test_the_shipped_template_is_the_one_that_is_tested(loaded: Loaded) -> None:
     ("question", "expected"),
     [
         ("Hello!", "How can I help you"),
-        ("how are you", "I am doing well"),
+        pytest.param("how are you", "I am doing well", marks=pytest.mark.matrix),
         ("Who are you?", "quire-demo"),
-        ("What can you do?", "sums"),
+        pytest.param("What can you do?", "sums", marks=pytest.mark.matrix),
         ("What is the capital of France?", "Paris"),
         ("please tell me the capital of japan", "Tokyo"),
         ("What is 2 + 2?", "2 + 2 = 4"),
         ("What is 5 * 5?", "5 * 5 = 25"),
         ("What color is the sky?", "blue"),
-        ("List three fruits.", "- Apples\n- Bananas\n- Oranges"),
-        ("Count to 10.", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10"),
+        pytest.param("List three fruits.", "- Apples\n- Bananas\n- Oranges", marks=pytest.mark.matrix),
+        pytest.param("Count to 10.", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10", marks=pytest.mark.matrix),
         ("Explain quantum physics.", "do not know"),
         ("Say this is a test", "this is a test"),
         ("Thank you!", "You are welcome"),
@@ -179,6 +180,7 @@ def test_a_chat_remembers_and_obeys_the_system_prompt(loaded: Loaded) -> None:
     assert chat(loaded, "What is the capital of France?", system="Answer in one word.") == "Paris."
 
 
+@pytest.mark.matrix  # as the shorter answers
 def test_a_story_has_its_hero(loaded: Loaded) -> None:
     story = chat(loaded, "Tell me a story about a dragon named Tom.", max_tokens=300)
     assert "dragon named Tom" in story
@@ -189,9 +191,9 @@ def test_a_story_has_its_hero(loaded: Loaded) -> None:
     ("prompt", "expected"),
     [
         ("The capital of France is", " Paris"),
-        ("1, 2, 3,", " 4, 5, 6, 7, 8"),
-        ("Once upon a time", "named"),
-        ("Monday, Tuesday,", " Wednesday, Thursday"),
+        pytest.param("1, 2, 3,", " 4, 5, 6, 7, 8", marks=pytest.mark.matrix),
+        pytest.param("Once upon a time", "named", marks=pytest.mark.matrix),
+        pytest.param("Monday, Tuesday,", " Wednesday, Thursday", marks=pytest.mark.matrix),
     ],
 )
 def test_plain_completions(loaded: Loaded, prompt: str, expected: str) -> None:
@@ -230,7 +232,8 @@ LEAST_SHARES: dict[str, float] = {
 
 def test_it_does_what_its_card_says() -> None:
     """Greedy, of each kind a few; the shares are below those of the card, since few are asked."""
-    scores, wrong = judge(PATH, 12)
+    with engines_in_threads():
+        scores, wrong = judge(PATH, 5)
     shares = {kind: right / asked for kind, (right, asked) in scores.items()}
     told = [f"{case.kind}: {case.expected!r}, not {text!r}" for case, text in wrong]
     assert shares.keys() == LEAST_SHARES.keys()
