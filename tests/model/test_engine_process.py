@@ -26,13 +26,16 @@ def watched(config, **more):
     print("loading", gc.isenabled())
     return load(config, **more)
 build.build = watched
-EngineLoop.run = lambda loop, early: print("serving", loop._garbage, gc.isenabled(), gc.get_freeze_count() > 10_000)
+def serve(loop, early):
+    print("serving", loop._garbage, gc.isenabled(), gc.get_freeze_count() > 10_000)
+    print("transformers" in sys.modules)
+EngineLoop.run = serve
 process.main(int(sys.argv[1]), os.getppid())
 """
 
 
-def test_garbage_is_looked_for_once_the_engine_serves() -> None:
-    """Not while it loads, and then between its steps alone; never again among what was loaded."""
+def test_a_start_collects_no_garbage_and_does_not_import_transformers() -> None:
+    """Garbage is looked for between steps alone, and never again among what was loaded."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(encode_frame(EngineConfig(model=str(shared_checkpoint()), kv_memory=1 << 20)))
@@ -44,9 +47,10 @@ def test_garbage_is_looked_for_once_the_engine_serves() -> None:
             check=True,
             timeout=120,
         )
-    loading, serving = done.stdout.splitlines()
+    loading, serving, needs_transformers = done.stdout.splitlines()
     assert loading == "loading False"
     assert re.fullmatch("serving <quire_engine.process.loop.Garbage object at .*> False True", serving)
+    assert needs_transformers == "False"
 
 
 WAITS = "ShdPnd", "SigPnd", "SigBlk"  # pending, or blocked
