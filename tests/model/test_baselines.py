@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire_bench import baselines
 from quire_bench.baselines import BASELINES, start_baseline
 from quire_bench.measures import measure
 from quire_bench.servers import BenchError
@@ -127,6 +128,14 @@ def test_as_a_process(name: str):
     assert measures.little.in_flight <= 2
 
 
+def test_what_a_process_refuses_is_named(monkeypatch: pytest.MonkeyPatch):
+    code = """import sys; sys.stdin.readline(); print('{"error": "config.json: no such file"}')"""
+    monkeypatch.setattr(baselines, "module_command", lambda module: [sys.executable, "-c", code])
+    with pytest.raises(BenchError, match=r"baseline static cannot run: config\.json: no such file"):
+        measured("static", [])
+
+
+@pytest.mark.matrix  # as what another process refuses
 def test_a_model_that_is_not_there(tmp_path: Path):
     with pytest.raises(BenchError, match=r"baseline static cannot run: .*config\.json"):
         measured("static", [], model=str(tmp_path))

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,11 @@ from quire_engine.execution.models.checkpoint import Checkpoint
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.weights import expected_shapes
 from quire_engine.memory_plan import plan_text
+from quire_engine.tools import adapter_facts
 from quire_engine.tools.dry_run import answers
+from quire_server.commands import serve
+from quire_server.engine import adapters
+from quire_server.programs import launch
 from quire_server.settings import Settings
 from quire_server.settings.values import LoraModule
 from quire_server.state import check_model
@@ -41,6 +45,17 @@ MEASURED = (
 def dry_run(*argv: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *before, "-m", "quire_server.cli", "serve", "--dry-run", "--device", "cpu", *argv]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ.copy(), check=False)
+
+
+def refusal(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str
+) -> subprocess.CompletedProcess[str]:
+    """What the command writes when it runs in this process, which also makes the plan."""
+    monkeypatch.setattr(launch, "ask", lambda tool, config, _: [resolve_plan(config)])
+    capfd.readouterr()  # what made the model may have shown its progress
+    code = serve.run(["--dry-run", "--device", "cpu", *argv])
+    out, err = capfd.readouterr()
+    return subprocess.CompletedProcess(argv, code, out, err)
 
 
 def make_sparse_checkpoint(path: Path) -> Path:
@@ -68,28 +83,21 @@ def test_the_plan_is_that_of_the_configuration(monkeypatch):
     assert list(answers(iter([asdict(asked)] * 2))) == [asdict(resolve_plan(asked))] * 2
 
 
-def test_the_plan_is_printed():
-    path = shared_checkpoint()
-    result = dry_run(
-        str(path), "--device", "cpu", "--kv-memory", "1MiB", "--num-threads", "1", "--set", "kernels=reference"
-    )
-    assert result.returncode == 0, result.stderr
-    settings = Settings(model=str(path), device="cpu", kv_memory=1 << 20, num_threads=1, kernels="reference")
-    assert result.stdout == plan_text(resolve_plan(settings.engine_config())) + "\n"
-    assert "estimated" in result.stdout
-
-
 @pytest.mark.matrix  # as the plan is printed
 def test_what_quantisation_costs_is_part_of_it():
     result = dry_run(str(shared_checkpoint()), "--dtype", "bfloat16", "--quantization", "int4", "--kv-memory", "1MiB")
     assert "not measured: run quire eval-quant" in result.stdout
 
 
-def test_no_weight_is_read(tmp_path: Path):
+def test_the_plan_is_printed_and_no_weight_is_read(tmp_path: Path):
     path = make_sparse_checkpoint(tmp_path / "model")
-    result = dry_run(str(path), "--kv-memory", "64MiB", before=("-c", MEASURED, sys.executable))
+    argv = (str(path), "--kv-memory", "64MiB", "--num-threads", "1", "--set", "kernels=reference")
+    result = dry_run(*argv, before=("-c", MEASURED, sys.executable))
     assert result.returncode == 0, result.stderr
     *plan, most = result.stdout.splitlines()
+    settings = Settings(model=str(path), device="cpu", kv_memory=64 << 20, num_threads=1, kernels="reference")
+    assert plan == plan_text(resolve_plan(settings.engine_config())).splitlines()
+    assert any("estimated" in line for line in plan)
     assert "599,828,480 parameters" in plan[0]
     assert int(most) < 0.7 * 2 * 599_828_480
 
@@ -111,14 +119,18 @@ def test_no_weight_is_read(tmp_path: Path):
         (["--max-num-seqs", "600"], 2, "--max-num-seqs"),
     ],
 )
-def test_a_setting_that_cannot_work_is_one_line_and_exit_code_2(argv, code, said):
-    assert_one_line(dry_run(str(shared_checkpoint()), *argv), code, said)
+def test_a_setting_that_cannot_work_is_one_line_and_exit_code_2(argv, code, said, capfd, monkeypatch):
+    assert_one_line(refusal(capfd, monkeypatch, str(shared_checkpoint()), *argv), code, said)
 
 
-def test_a_model_that_cannot_be_read_is_one_line_and_exit_code_1(tmp_path: Path):
+def test_a_model_that_cannot_be_read_is_one_line_and_exit_code_1(tmp_path: Path, capfd, monkeypatch):
     path = make_checkpoint(tmp_path / "model")
     (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1])
-    assert_one_line(dry_run(str(path)), 1, "not a complete safetensors file")
+    assert_one_line(refusal(capfd, monkeypatch, str(path)), 1, "not a complete safetensors file")
+
+
+@pytest.mark.matrix  # as what cannot be read
+def test_a_model_that_is_nowhere_is_one_line_and_exit_code_1(tmp_path: Path):
     assert_one_line(dry_run(str(tmp_path / "nowhere")), 1, "no such directory")
 
 
@@ -161,8 +173,14 @@ def _as_it_is(path: Path) -> None:
     ],
 )
 def test_texts_and_adapters_are_checked_without_an_engine(
-    change: Callable[[Path], None], asked: dict[str, Any], said: str, tmp_path: Path
+    change: Callable[[Path], None], asked: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def here(tool: str, questions: Sequence[dict[str, Any]], *_: object, timeout: float) -> list[Any]:
+        """Read adapters without the process in which test_adapter_facts.py reads them."""
+        plain = [{**each, "config": asdict(each["config"])} for each in questions]
+        return list(adapter_facts.answers(iter(plain)))
+
+    monkeypatch.setattr(adapters, "ask_each", here)
     path = Path(shutil.copytree(shared_checkpoint(), tmp_path / "model"))
     plan = resolve_plan(EngineConfig(model=str(path), device="cpu", kv_memory=1 << 20, num_threads=1))
     asyncio.run(check_model(Settings(model=str(path)), plan))
