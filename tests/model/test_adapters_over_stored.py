@@ -22,6 +22,7 @@ from quire_kernels.kernel_set import KernelSet, LinearAdd, NormGateUp, NormLinea
 from quire_kernels.reference import REFERENCE
 from quire_server.checkpoint.gguf_folder import unfolded
 from support.adapters import merged, write_adapter
+from support.covering import few
 from support.gguf_models import make_gguf
 from support.limits import engine_config
 from support.model_steps import Model, batch_of, random_ids, scheduled
@@ -88,7 +89,7 @@ def logits(
     return list(model.decoder.logits(model.decoder.forward(rows, model.kv.tensor)).split(ROWS))
 
 
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("name", few(STORED, "gptq"))
 def test_eight_adapters_in_one_batch_equal_the_merged_numbers(name: str, tmp_path: Path) -> None:
     stored, dense = checkpoints(name, tmp_path)
     adapters = [write_adapter(tmp_path / f"a{i}", dense, seed=i, **BF16 | form) for i, form in enumerate(ADAPTERS)]
@@ -120,7 +121,7 @@ def test_eight_adapters_in_one_batch_equal_the_merged_numbers(name: str, tmp_pat
     assert sum(errors) < 1.3 * sum(roundings)
 
 
-@pytest.mark.parametrize("name", ["gptq in activation order", "GGUF"])
+@pytest.mark.parametrize("name", few(["gptq in activation order", "GGUF"], "GGUF"))
 def test_a_server_gives_each_request_the_bits_that_it_has_alone(name: str, tmp_path: Path) -> None:
     stored, dense = checkpoints(name, tmp_path)
     config = load_model_config(stored)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from support.checkpoints import make_checkpoint, shared_checkpoint
+from support.covering import few
 from support.model_steps import Model, random_ids, scheduled
 
 LENGTH = 150
@@ -27,7 +28,7 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=few(VARIANTS, "float16 window", "bfloat16 dynamic rope"))
 def model(request, tmp_path_factory) -> Model:
     family, dtype, options = VARIANTS[request.param]
     path = make_checkpoint(tmp_path_factory.mktemp(family), family, dtype=str(dtype).removeprefix("torch."), **options)

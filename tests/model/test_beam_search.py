@@ -163,7 +163,11 @@ def test_the_rules_are_tried() -> None:
     assert sum(map(len, tokens[0])) < sum(map(len, tokens[1]))
 
 
-@pytest.mark.parametrize("computed", [{}, {"dtype": "bfloat16", "kernels": "cpu"}], ids=["reference", "cpu"])
+@pytest.mark.parametrize(
+    "computed",
+    [pytest.param({}, marks=pytest.mark.matrix), {"dtype": "bfloat16", "kernels": "cpu"}],
+    ids=["reference", "cpu"],
+)
 def test_every_bit_is_that_of_a_search_alone(computed: dict[str, Any]) -> None:
     """In a pool that holds a part of what runs at once: chunked, preempted, computed again, served from the cache."""
     requests = [replace(case, max_tokens=24).request(f"r{number}") for number, case in enumerate(CASES[:10])]

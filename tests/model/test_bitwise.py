@@ -33,6 +33,7 @@ MODELS = {  # a checkpoint, and how it is computed
     "experts-bf16": ({"family": "qwen3_moe", "dtype": "bfloat16"}, {"kernels": "cpu"}),
     "experts-int4": ({"family": "olmoe", "dtype": "bfloat16"}, {"quantization": "int4"}),
 }
+USUAL = ("qwen3", "bf16-windowed", "int8-kv", "experts-int4")  # one of each kind; `make model-matrix` takes all
 CPP = ("bf16", "bf16-windowed", "int8", "int4", "int8-kv", "experts-bf16", "experts-int4")  # by the C++ kernels
 
 
@@ -141,7 +142,7 @@ def test_the_requests_are_worth_comparing(expected):
 @pytest.mark.parametrize(
     ("model", "device"),
     [
-        *((model, "cpu") for model in MODELS),
+        *few(((model, "cpu") for model in MODELS), *((model, "cpu") for model in (*USUAL, "int8"))),
         *(pytest.param(m, "cuda", marks=pytest.mark.gpu) for m in ("qwen3", "llama")),
     ],
 )
@@ -158,7 +159,7 @@ def test_batched_equals_solo(model, device, expected):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("chunk", [1, 2, 5, 13, 16, 33, 64])
+@pytest.mark.parametrize("chunk", few([1, 2, 5, 13, 16, 33, 64], 5, 16, 33))
 def test_chunked_equals_solo(chunk, device, expected):
     requests, results = expected("qwen3", device)
     budget = {"prefill_chunk": chunk, "min_chunk": min(chunk, 3), "max_num_seqs": 20, "max_num_batched_tokens": 80}
@@ -168,10 +169,10 @@ def test_chunked_equals_solo(chunk, device, expected):
 
 
 def chunks_of_models():
-    """Every model with one size of chunk, every size with some; `make model-matrix` takes all."""
+    """Every usual model with one size of chunk, each size with one of them; `make model-matrix` takes all."""
     for number, model in enumerate(("bf16-reference", "mistral-windowed", *CPP)):
         for place, chunk in enumerate((7, 3, 40)):
-            yield pytest.param(model, chunk, marks=[] if number % 3 == place else pytest.mark.matrix)
+            yield pytest.param(model, chunk, marks=[] if model in USUAL and number % 3 == place else pytest.mark.matrix)
 
 
 @pytest.mark.parametrize(("model", "chunk"), list(chunks_of_models()))
@@ -183,7 +184,7 @@ def test_chunked_equals_solo_for_other_models(model, chunk, expected):
 @pytest.mark.parametrize(
     ("model", "device"),
     [
-        *((model, "cpu") for model in ("qwen3", "mistral-windowed", *CPP)),
+        *few(((model, "cpu") for model in ("qwen3", "mistral-windowed", *CPP)), *((model, "cpu") for model in USUAL)),
         pytest.param("qwen3", "cuda", marks=pytest.mark.gpu),
     ],
 )
@@ -202,9 +203,7 @@ def test_prefix_hit_equals_solo(model, device, expected):
 @pytest.mark.parametrize(
     ("model", "device"),
     [
-        *few(
-            ((model, "cpu") for model in ("qwen3", *CPP)), *((model, "cpu") for model in ("qwen3", "int4", "int8-kv"))
-        ),
+        *few(((model, "cpu") for model in ("qwen3", *CPP)), ("qwen3", "cpu"), ("int8-kv", "cpu")),
         pytest.param("qwen3", "cuda", marks=pytest.mark.gpu),
     ],
 )
@@ -270,7 +269,7 @@ def test_banned_sequences():
         assert after.token_ids == expected[key].token_ids[-1:]
 
 
-@pytest.mark.parametrize("model", few(["qwen3", *CPP], "qwen3", "int8", "experts-int4"))
+@pytest.mark.parametrize("model", few(["qwen3", *CPP], "qwen3", "experts-int4"))
 def test_resumed_equals_solo(model, expected):
     """After a crash the tokens already sent come back as a part of the request; the rest follow as before."""
     requests, results = expected(model, "cpu")

@@ -85,7 +85,7 @@ def alone():
 @pytest.mark.parametrize(
     ("model", "way"),
     [
-        *(("qwen3", way) for way in WAYS),
+        *few((("qwen3", way) for way in WAYS), ("qwen3", "whole")),
         *few(itertools.product(("bf16", "int8-kv", "mistral-windowed"), ("whole", "tight")), ("int8-kv", "tight")),
     ],
 )

@@ -11,6 +11,7 @@ import transformers
 
 from quire_engine.execution.models.config import load_model_config
 from support.checkpoints import ALL_FAMILIES, FAMILIES, make_checkpoint, make_model, shared_checkpoint
+from support.covering import few
 from support.model_steps import DEVICES, Model, random_ids
 
 # What a checkpoint may vary, as (family, options).
@@ -110,6 +111,12 @@ VARIANTS = {
         {"rope_parameters": {**YARN, "rope_theta": 1e4, "attention_factor": 1.3}, "max_position_embeddings": 256},
     ),
 }
+# Options that other families have in the rows beside them.
+FURTHER = (
+    *("glm4 biases", "ernie4_5 biases", "granite biases", "cohere biases", "qwen3 biases", "qwen2 tied"),
+    *("olmoe normalised", "dots1 normalised", "flex_olmo normalised", "qwen2_moe normalised, window"),
+    *("phi3 window", "smollm3 window", "mixtral window"),
+)
 
 
 def _options(options: dict) -> dict:
@@ -141,7 +148,7 @@ def _compare(path, device: str, num_tokens: int = 150) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", few(VARIANTS, *(set(VARIANTS) - set(FURTHER))))
 def test_logits_equal_the_reference(variant, device, tmp_path):
     family, options = VARIANTS[variant]
     _compare(make_checkpoint(tmp_path, family, **_options(options)), device)
@@ -171,7 +178,7 @@ def test_16_bit_logits_are_as_near_the_truth_as_the_reference(family, tmp_path):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES, "qwen3"))
 def test_greedy_tokens_equal_the_reference(family, device):
     """64 tokens on each of 20 prompts of different lengths, ours in one batch."""
     path = shared_checkpoint(family)
