@@ -34,7 +34,7 @@ HELP_FURTHER := \
   "client-test    SDKs, frameworks and coding agents that people use; installs them" \
   "schema-test    500 outputs under real JSON schemas, 10,000 valid texts walked through their grammars" \
   "draft-test     5,000 answers with guessed tokens and without" \
-  "schedule-test  the scheduler under random calls, at length; half an hour" \
+  "schedule-test  the scheduler under random calls, at length; forty minutes" \
   "kill-test      the engine of a big model killed under streams: expected and got, and the next token; two minutes" \
   "property-test  random replies, requests, logs and histories, at length; twenty minutes" \
   "model-matrix   further models, sizes, ranks, guesses, devices and waits, for which others stand in test" \
@@ -317,9 +317,9 @@ kernel-sim: $(VENV)/.dev .venv-oldest/.complete
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-oldest triton==3.6.0
 	touch $@
 
-# The scheduler under random calls and against adversaries, at length: 300,000 steps and 40,000 runs, half an hour.
+# The scheduler under random calls and against adversaries, at length: 300,000 steps and 40,000 runs, forty minutes.
 schedule-test: $(VENV)/.dev
-	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 96 --timeout 3600 tests/property/test_*schedul*.py \
+	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 288 --timeout 3600 tests/property/test_*schedul*.py \
 	  tests/property/test_elder_bound.py tests/property/test_fair_machine.py tests/property/test_block_pool_machine.py \
 	  tests/property/test_cache_shares.py tests/property/test_swapping.py \
 	  tests/unit/engine/scheduling/test_forecast.py tests/unit/engine/scheduling/test_tenant_shares.py $(ARGS)
@@ -327,13 +327,15 @@ schedule-test: $(VENV)/.dev
 # Random replies in every format of tool calls, random requests, random schedules whose logs replay, with windows and with
 # guesses, and 10,000 histories with decodes in columns and without, at length; twenty minutes.
 property-test: $(VENV)/.dev
-	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 20 --timeout 3600 tests/property/test_reply_parser.py \
+	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 60 --timeout 3600 tests/property/test_reply_parser.py \
 	  tests/property/test_step_log_replay.py tests/property/test_beams.py tests/property/test_windows.py \
 	  tests/property/test_speculation.py tests/property/test_leap.py tests/property/test_responses_input.py \
-	  tests/property/test_messages_input.py $(ARGS)
-	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 40 --timeout 3600 \
+	  tests/property/test_messages_input.py tests/property/test_cache_reset.py tests/property/test_kept_prefixes.py \
+	  tests/property/test_class_shares.py tests/property/test_resumed_first.py \
+	  tests/unit/engine/execution/test_masked_argmax.py $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 120 --timeout 3600 \
 	  tests/property/test_recorded_pool.py $(ARGS)
-	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 100 --timeout 3600 \
+	PYTHONPATH=tests $(BIN)/python -m pytest -p support.at_length --times 250 --timeout 3600 \
 	  tests/property/test_decode_columns.py $(ARGS)
 
 # Damaged files of weights: 100,000 of GGUF and of safetensors, each read or refused in one line; a quarter of an hour.

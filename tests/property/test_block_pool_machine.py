@@ -184,7 +184,7 @@ def set_aside(blocks: list[int], others: list[int]) -> list[int]:
 
 
 PoolMachine.TestCase.settings = OneOwnerMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=50, deadline=None
+    max_examples=20, stateful_step_count=50, deadline=None
 )
 TestPool = PoolMachine.TestCase
 TestOneOwner = OneOwnerMachine.TestCase

@@ -18,7 +18,8 @@ from quire_engine.engine import Engine
 from support.fake_executor import new_run, produced_alone, request
 from support.seeds import naming
 
-NUM_RUNS = 150
+NUM_RUNS = 50  # `make property-test` does many times as many
+NUM_LOGS = 5
 
 
 class Emptied(AheadWithSwaps):
@@ -44,17 +45,22 @@ class EmptiedTraffic(Traffic):
         super().disturb(number)
 
 
-def test_nobodys_tokens_change() -> None:
+def test_nobodys_tokens_change(request: pytest.FixtureRequest) -> None:
+    num_runs = NUM_RUNS * int(request.config.getoption("--times", 1))
     seen: Counter[str] = Counter()
-    for seed in range(NUM_RUNS):
+    for seed in range(num_runs):
         run = Emptied(seed)
         with naming(seed):
             run.play()
         seen += run.seen
-    assert all(seen[what] > NUM_RUNS / 20 for what in ("device", "host", "swap", "in", "copies", "forks")), seen
+    assert all(seen[what] > num_runs / 20 for what in ("device", "host", "swap", "in", "copies", "forks")), seen
 
 
-@pytest.mark.parametrize("seed", range(15))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_a_log_with_orders_replays_to_the_same_plans:
+        metafunc.parametrize("seed", range(NUM_LOGS * int(metafunc.config.getoption("--times", 1))))
+
+
 def test_a_log_with_orders_replays_to_the_same_plans(seed: int, tmp_path: Path) -> None:
     lines = lines_of(EmptiedTraffic(seed).scheduler)
     assert any(line["kind"] == "reset" for line in lines)

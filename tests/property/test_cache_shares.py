@@ -25,7 +25,7 @@ from support.fake_executor import request as request_for
 from support.planted import show_a_fault
 from support.seeds import naming
 
-NUM_RUNS = 300
+NUM_RUNS = 100  # `make schedule-test` does many times as many
 
 
 class AheadWithOwners(AheadWithSwaps):

@@ -28,7 +28,7 @@ from quire_engine.scheduling.shares import ClassShares
 from support.fake_executor import request
 from support.limits import scheduler_config
 
-NUM_EXAMPLES = 15
+NUM_EXAMPLES = 5  # `make property-test` draws many times as many
 NUM_STEPS = 160
 SHARES = ((0.7, 0.1), (0.5, 0.5), (0.0, 0.3), (0.9, 0.05))
 CLASSES: tuple[ServiceClass, ...] = get_args(ServiceClass)
@@ -216,11 +216,13 @@ FAULTS: dict[str, tuple[type, str, Callable[..., object]]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_scheduler_without_a_part_of_the_rule_breaks_it(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*FAULTS[fault])
-    assert any(witness.breaches for seed in range(4 * NUM_EXAMPLES) for witness in witnesses_of(seed).values())
+    assert any(witness.breaches for seed in range(60) for witness in witnesses_of(seed).values())
 
 
 def test_the_loads_have_steps_in_which_each_class_is_due() -> None:
     due = Counter[str]()
     for seed in range(12):
         due.update({name: witness.num_due for name, witness in witnesses_of(seed).items()})
-    assert min(due[name] for name in CLASSES) > 30
+        if min(due[name] for name in CLASSES) > 30:
+            return
+    pytest.fail(f"{due}")

@@ -9,6 +9,7 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 
 import pytest
 
@@ -20,7 +21,7 @@ from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.sequence import Group
 from support.limits import scheduler_config
 
-NUM_RUNS = 320  # `make schedule-test` does many times as many
+NUM_RUNS = 110  # `make schedule-test` does many times as many
 
 
 class AnyVictim:
@@ -232,5 +233,5 @@ def test_holds_and_releases_break_no_bound(request: pytest.FixtureRequest) -> No
 
 def test_without_the_elder_rule_the_bound_breaks() -> None:
     """The negative control."""
-    broken = sum(worst_ratio(seed, with_elder=False) > 1.0 for seed in range(120))
-    assert broken >= 12
+    broken = (seed for seed in range(120) if worst_ratio(seed, with_elder=False) > 1.0)
+    assert len(list(islice(broken, 12))) == 12

@@ -10,6 +10,7 @@ import dataclasses
 import random
 from typing import get_args
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
@@ -22,9 +23,9 @@ from support.limits import scheduler_config
 from support.scheduler_model import configs, requests, shrunk_to_fit
 from support.simulated_tenants import OUTPUT_COST, PROMPT_COST, Arrival, Machine, simulate
 
-NUM_EXAMPLES = 30
+NUM_EXAMPLES = 10  # `make schedule-test` draws many times as many
 NUM_STEPS = 40
-NUM_RUNS = 8
+NUM_RUNS = 3
 SHARES = tuple(LeastShares(interactive=i, batch=b) for i, b in ((0, 0), (0, 0.1), (0.5, 0.5), (0.9, 0.1)))
 
 
@@ -147,11 +148,12 @@ def gap_over_bound(seed: int, policy: str) -> float:
     return history.largest_gap("a", "b") / (2 * max(PROMPT_COST * longest, OUTPUT_COST * config.num_slots))
 
 
-def test_backlogged_tenants_are_never_further_apart_than_the_bound() -> None:
+def test_backlogged_tenants_are_never_further_apart_than_the_bound(request: pytest.FixtureRequest) -> None:
     """I11, with the elder's service charged like any other."""
-    ratios = [gap_over_bound(seed, "wfq") for seed in range(NUM_RUNS)]
+    num_runs = NUM_RUNS * int(request.config.getoption("--times", 1))
+    ratios = [gap_over_bound(seed, "wfq") for seed in range(num_runs)]
     assert max(ratios) <= 1.0, f"seed {ratios.index(max(ratios))}"
 
 
 def test_by_arrival_the_bound_breaks() -> None:
-    assert max(gap_over_bound(seed, "fcfs") for seed in range(NUM_RUNS)) > 1.0
+    assert any(gap_over_bound(seed, "fcfs") > 1.0 for seed in range(8))

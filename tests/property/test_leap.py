@@ -39,7 +39,7 @@ def state(simulation: Simulation) -> tuple[Any, ...]:
     return requests, counts, preempted, sorted(outcome.gaps), blocks, simulation._scheduler._step, outcome.live
 
 
-@settings(max_examples=25, deadline=None)  # `make property-test` draws many times as many
+@settings(max_examples=9, deadline=None)  # `make property-test` draws many times as many
 @given(
     rows=st.lists(ROWS, min_size=1, max_size=12),
     num_blocks=st.integers(22, 60),

@@ -45,7 +45,7 @@ _MESSAGE = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.sampled_from(_FIELDS), _ANY, max_size=4), st.lists(_ANY, max_size=3))
 def test_junk_is_refused_or_makes_a_request(fields: dict[str, Any], content: list[Any]) -> None:
     for body in (_ASK | fields, _ASK | {"messages": [{"role": "user", "content": content}]} | fields):
@@ -53,7 +53,7 @@ def test_junk_is_refused_or_makes_a_request(fields: dict[str, Any], content: lis
             validate(MessageRequest, body).options()
 
 
-@settings(max_examples=150, deadline=None)  # `make property-test` draws many times as many
+@settings(max_examples=50, deadline=None)  # `make property-test` draws many times as many
 @given(st.lists(_MESSAGE, min_size=1, max_size=8))
 def test_all_that_was_said_is_told_in_turns(drawn: list[dict[str, Any]]) -> None:
     messages: list[dict[str, Any]] = []

@@ -22,7 +22,7 @@ from support.limits import scheduler_config
 from support.scheduler_model import feasible, shrunk_to_fit
 from support.seeds import naming
 
-NUM_RUNS = 60  # `make property-test` does many times as many
+NUM_RUNS = 20  # `make property-test` does many times as many
 
 
 class Killed(Exception):

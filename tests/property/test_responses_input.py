@@ -56,7 +56,7 @@ _ITEM = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.sampled_from([*ResponseRequest.model_fields, "frob", "messages"]), _ANY, max_size=8), _ANY)
 def test_anything_is_a_request_or_refused(body: dict[str, Any], given_input: object) -> None:
     try:
@@ -87,7 +87,7 @@ def _told(instructions: str | None, items: list[ContentItem]) -> list[dict[str, 
         return error.message
 
 
-@settings(max_examples=150, deadline=None)  # `make property-test` draws many times as many
+@settings(max_examples=50, deadline=None)  # `make property-test` draws many times as many
 @given(st.lists(_ITEM, min_size=1, max_size=8), st.none() | st.just("be kind"))
 def test_a_stored_conversation_is_the_one_that_was_sent(sent: list[dict[str, Any]], instructions: str | None) -> None:
     items = [item for item in validate(ResponseRequest, {"input": sent}).input if not isinstance(item, ItemReference)]

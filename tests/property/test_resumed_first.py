@@ -19,7 +19,7 @@ from support.covering import few
 from support.fake_executor import Run, expected_tokens, new_run, request
 
 POLICIES: tuple[PolicyName, ...] = ("wfq", "fcfs", "priority", "lpm", "dlpm")
-NUM_RUNS = 40  # of each policy
+NUM_RUNS = 14  # of each policy; `make property-test` does many times as many
 
 
 def busy_run(dice: random.Random, policy: PolicyName) -> Run:
@@ -77,9 +77,9 @@ def check_order(run: Run, waited: dict[Group, int], policy: PolicyName) -> int:
 
 
 @pytest.mark.parametrize("policy", few(POLICIES, "fcfs", "wfq"))
-def test_moved_streams_enter_before_those_that_have_not_begun(policy: PolicyName) -> None:
-    num_moved = 0
-    for seed in range(NUM_RUNS):
+def test_moved_streams_enter_before_those_that_have_not_begun(policy: PolicyName, pytestconfig: pytest.Config) -> None:
+    num_runs, num_moved = NUM_RUNS * int(pytestconfig.getoption("--times", 1)), 0
+    for seed in range(num_runs):
         dice = random.Random(seed)
         run = busy_run(dice, policy)
         wanted = [any_request(dice, f"r{i}", is_moved=8 <= i < 16) for i in range(24)]
@@ -97,7 +97,7 @@ def test_moved_streams_enter_before_those_that_have_not_begun(policy: PolicyName
             given = one.resumed_token_ids[0] if one.resumed_token_ids else ()
             assert (*given, *run.tokens[one.request_id, 0]) == expected_tokens(one, 0)
             assert run.finish_step[one.request_id] <= bounds[one.request_id]
-    assert num_moved > 4 * NUM_RUNS
+    assert num_moved > 4 * num_runs
 
 
 def test_a_moved_stream_is_not_the_first_to_lose_its_blocks() -> None:
@@ -114,7 +114,8 @@ def test_a_moved_stream_is_not_the_first_to_lose_its_blocks() -> None:
     assert group.num_preemptions == 0
 
 
-def test_moved_streams_break_no_printed_bound() -> None:
-    ratios = [worst_ratio(seed, with_elder=True, resumed=0.4) for seed in range(200)]
+def test_moved_streams_break_no_printed_bound(pytestconfig: pytest.Config) -> None:
+    num_runs = 5 * NUM_RUNS * int(pytestconfig.getoption("--times", 1))
+    ratios = [worst_ratio(seed, with_elder=True, resumed=0.4) for seed in range(num_runs)]
     assert max(ratios) <= 1.0, f"seed {ratios.index(max(ratios))}"
     assert max(ratios) > 0.5

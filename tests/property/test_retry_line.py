@@ -28,7 +28,7 @@ from quire_server.errors import QueueFull
 from support.fakes import make_plan
 
 SDK_RETRIES = 2
-NUM_BURSTS = 200
+NUM_BURSTS = 60
 
 
 class World:

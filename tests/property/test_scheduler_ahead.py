@@ -25,7 +25,7 @@ from support.limits import scheduler_config
 from support.scheduler_model import check_prompt_logprobs, policies, shrunk_to_fit, truly_resumed
 from support.seeds import naming
 
-NUM_RUNS = 400  # `make schedule-test` does many times as many
+NUM_RUNS = 140  # `make schedule-test` does many times as many
 
 
 class Ahead:
@@ -228,4 +228,6 @@ def test_a_planted_fault_is_found(executor: type[FakeExecutor]) -> None:
             Ahead(seed, lambda size: executor(size, max_in_flight=2)).play()
         except (CorruptKV, AssertionError):
             found += 1
-    assert found > 2
+        if found > 2:
+            return
+    pytest.fail(f"it was found {found} times")

@@ -26,7 +26,7 @@ from support.fake_model import VOCAB_SIZE, extend, sample
 from support.scheduler_model import WINDOWS, policies
 from support.seeds import naming
 
-NUM_RUNS = 160  # `make property-test` does many times as many
+NUM_RUNS = 54  # `make property-test` does many times as many
 
 
 class Verifier(FakeExecutor):

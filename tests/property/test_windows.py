@@ -22,7 +22,7 @@ from support.fake_executor import CorruptKV, FakeExecutor, Run, expected_tokens,
 from support.limits import scheduler_config
 from support.seeds import naming
 
-NUM_RUNS = 200  # `make property-test` does many times as many
+NUM_RUNS = 66  # `make property-test` does many times as many
 WINDOWS = ((None, 3), (None, 6, 6), (4,), (9, 2), (None, None, 5))
 
 
@@ -67,7 +67,9 @@ def test_a_block_given_back_too_early_is_found(monkeypatch: pytest.MonkeyPatch) 
             Windowed(seed).play()
         except (CorruptKV, AssertionError):
             found += 1
-    assert found > 10
+        if found > 10:
+            return
+    pytest.fail(f"it was found {found} times")
 
 
 def run_with(windows: tuple[int | None, ...], **limits: object) -> Run:

@@ -117,7 +117,7 @@ _ROWS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(rows=_ROWS, seed=st.integers(0, 1 << 20))
 def test_without_logits_they_are_what_the_sampler_chooses(grammars, rows, seed):
     grammars.warm_up()
