@@ -150,7 +150,11 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("path", few(RIGHT, *RIGHT[::2]), ids=[path.stem for path in RIGHT])
+@pytest.mark.parametrize(
+    "path",
+    few(RIGHT, *(path for path in RIGHT if path.stem in ("first_come", "listed_pool"))),
+    ids=[path.stem for path in RIGHT],
+)
 def test_what_is_right_has_no_fault(path: Path):
     classes, faults = judge(path)
     assert classes
@@ -167,7 +171,7 @@ def judge_classes(path: Path) -> list[str]:
         return student.classes()
 
 
-@pytest.mark.parametrize("case", few(PLANTED, *list(PLANTED)[::3]))
+@pytest.mark.parametrize("case", few(PLANTED, *list(PLANTED)[3::7]))
 def test_what_is_planted_is_named(case: str, tmp_path: Path):
     (name, old, new), expected = PLANTED[case]
     text = (STUDENTS / f"{name}.py").read_text()

@@ -12,6 +12,7 @@ from transformers import (
 from quire_engine.contract.types import SamplingParams, StopParams
 from quire_engine.execution import distribution
 from quire_engine.execution.logit_rules import SampleRow, apply_rules
+from support.covering import few
 from support.sampling import sample
 
 DRAWS = 20_000
@@ -50,21 +51,24 @@ def kept(scores):
     return torch.softmax(scores.double(), dim=-1)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", few([0.5, 1.0, 2.0], 2.0))
 def test_temperature(temperature):
     assert_fits(frequencies(LOGITS, temperature=temperature), kept(LOGITS / temperature))
 
 
+@pytest.mark.matrix  # one after another below, and each by its tokens
 def test_top_k():
     counts = frequencies(LOGITS, seed=10**6, top_k=5, temperature=1.3)
     assert_fits(counts, kept(TopKLogitsWarper(5)(None, (LOGITS / 1.3).unsqueeze(0))[0]))
 
 
+@pytest.mark.matrix
 def test_top_p():
     counts = frequencies(LOGITS, seed=2 * 10**6, top_p=0.8)
     assert_fits(counts, kept(TopPLogitsWarper(0.8)(None, LOGITS.unsqueeze(0))[0]))
 
 
+@pytest.mark.matrix
 def test_min_p():
     counts = frequencies(LOGITS, seed=3 * 10**6, min_p=0.4)
     assert_fits(counts, kept(MinPLogitsWarper(0.4)(None, LOGITS.unsqueeze(0))[0]))

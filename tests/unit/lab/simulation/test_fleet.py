@@ -44,7 +44,7 @@ ROUTES = ("predicted_ttft", "cache_aware", "least_requests", "round_robin")
 
 
 @cache
-def load(count: int = 300, rate: float = 7.0, sessions: int = 40) -> tuple[TraceRow, ...]:
+def load(count: int = 200, rate: float = 7.0, sessions: int = 40) -> tuple[TraceRow, ...]:
     """Prompts of 1.5 to 10 thousand tokens, that begin with a common block and one of their session's chain."""
     rng, at, rows = random.Random(1), 0.0, []
     for _ in range(count):
@@ -139,7 +139,7 @@ def test_coarse_has_the_order_of_step() -> None:
 
 
 def test_the_fit_makes_coarse_nearer() -> None:
-    found = fitted(FLEET, load(1200), requests=600)
+    found = fitted(FLEET, load(600), requests=300)
     assert 0.95 < found.hits < 1.05
     assert 0.85 < found.p95 < 1.15
     assert 0.9 < found.p50 < 1.1
@@ -175,7 +175,9 @@ def test_a_slow_replica_gets_less_and_the_fleet_degrades_only_a_little() -> None
     assert (report.report.ttft.p95 or 0) < 0.5 * (turns.report.ttft.p95 or 0)
 
 
-@pytest.mark.parametrize("wrong", [{"stale": 5.0}, {"wrong_cost": 1.3}, {"wrong_cost": 0.7}])
+@pytest.mark.parametrize(
+    "wrong", [{"stale": 5.0}, {"wrong_cost": 1.3}, pytest.param({"wrong_cost": 0.7}, marks=pytest.mark.matrix)]
+)
 def test_a_stale_index_and_a_wrong_cost_degrade_and_do_not_oscillate(wrong: dict[str, float]) -> None:
     true = run("predicted_ttft", "step")[1]
     found, report = run("predicted_ttft", "step", **wrong)
