@@ -6,6 +6,7 @@ Must not know: what is tested.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -54,11 +55,12 @@ class Outcome:
     output: str
 
 
-def marked() -> list[str]:
+@functools.cache
+def marked() -> tuple[str, ...]:
     """The files with tests marked gpu, but for those that only speak of the mark."""
     paths = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if path.name != "test_gpu_run.py")
     names = [str(path.relative_to(ROOT)) for path in paths if _MARK.search(path.read_text(encoding="utf-8"))]
-    return [name for name in names if name != LAUNCHER]
+    return tuple(name for name in names if name != LAUNCHER)
 
 
 def jobs() -> list[Job]:

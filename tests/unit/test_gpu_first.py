@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpu_first import __main__ as gpu_first
-from gpu_first import capabilities, jobs
+from gpu_first import capabilities, jobs, running
 from gpu_first.jobs import Job, Part
 from gpu_first.results import CRASHED, FAILED, HUNG, NO_TIME, NOT_HERE, PASSED, Results, passed_somewhere, recorded
 from gpu_first.running import Run
@@ -48,7 +48,7 @@ def test_every_end_of_a_job_is_a_result_and_the_next_one_runs(tmp_path):
         PASSED: _job("good", "print('all right')"),
         FAILED: _job("bad", "print('two differ'); raise SystemExit(3)"),
         CRASHED: _job("dead", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
-        HUNG: _job("stuck", HANG, seconds=1.0),
+        HUNG: _job("stuck", HANG, seconds=0.3),
         NOT_HERE: _job("lacking", "", needs=("no_such_module",)),
     }
     part, last = _part(*work.values()), _part(_job("last", "print('still here')"), letter="b")
@@ -65,24 +65,26 @@ def test_every_end_of_a_job_is_a_result_and_the_next_one_runs(tmp_path):
     assert lines[-1] == "2 passed, 1 FAILED, 1 CRASHED, 1 HUNG, 1 not here"
 
 
-def test_each_part_is_ended_at_its_limit_and_the_table_is_whole(tmp_path):
-    parts = [_part(*(_job(f"{letter}{i}", HANG) for i in range(2)), letter=letter, seconds=1.2) for letter in "abc"]
+def test_each_part_is_ended_at_its_limit_and_the_table_is_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "_LEAST_SECONDS", 0.1)
+    parts = [_part(*(_job(f"{letter}{i}", HANG) for i in range(2)), letter=letter, seconds=0.3) for letter in "abc"]
     results = _results(tmp_path)
     started = time.monotonic()
-    _run(results, *parts, seconds=4.0)
+    _run(results, *parts, seconds=1.0)
     assert time.monotonic() - started < 100
     found = list(results.table(parts))
     assert [line.split()[0] for line in found[:-1]] == ["(a)", "a0", "a1", "(b)", "b0", "b1", "(c)", "c0", "c1"]
     assert found[-1] == f"6 {NO_TIME}"
 
 
-def test_a_second_run_takes_up_what_is_missing_and_again_what_did_not_pass(tmp_path):
+def test_a_second_run_takes_up_what_is_missing_and_again_what_did_not_pass(tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "_LEAST_SECONDS", 0.1)
     count = "import pathlib; p = pathlib.Path({!r}); p.write_text(p.read_text() + 'x' if p.exists() else 'x')"
     good, bad = tmp_path / "good", tmp_path / "bad"
     wait = f"time.sleep(0 if pathlib.Path({str(tmp_path / 'now')!r}).exists() else {LONG})"
     work = _part(_job("good", count.format(str(good))), _job("bad", count.format(str(bad)) + "; raise SystemExit(1)"))
     late = _job("late", f"import pathlib, time; {wait}")
-    _run(_results(tmp_path / "results"), work, _part(late, letter="b", seconds=1.2))
+    _run(_results(tmp_path / "results"), work, _part(late, letter="b", seconds=0.3))
     assert _results(tmp_path / "results").of(late).outcome == NO_TIME
     (tmp_path / "now").touch()
     both = (work, _part(late, letter="b"))
@@ -109,7 +111,7 @@ def test_what_a_killed_job_started_in_a_session_of_its_own_is_killed_too(tmp_pat
     start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], start_new_session=True)"
     children, output = Children(), tmp_path / "output"
     command = [sys.executable, "-c", start]
-    seconds = 1.0
+    seconds = 0.2
     while not pid.exists() or not pid.read_text():  # a slow machine starts the two later
         seconds *= 2
         ended = children.run(command, seconds=seconds, cwd=tmp_path, environment=os.environ, output=output)

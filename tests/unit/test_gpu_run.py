@@ -69,7 +69,7 @@ def test_outcomes(tmp_path, capsys):
 
 def test_what_takes_too_long_is_ended_and_named(tmp_path, capsys):
     work = [_job(tmp_path, "long", "time.sleep(300)"), _job(tmp_path, "late", "pass")]
-    outcomes = gpu_run.run(work, seconds=3, at_once=1)
+    outcomes = gpu_run.run(work, seconds=0.5, at_once=1)
     assert [outcome.code for outcome in outcomes] == [None, None]
     assert outcomes[0].seconds < 120
     assert capsys.readouterr().out.count("NOT FINISHED") == 2

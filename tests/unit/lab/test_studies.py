@@ -117,7 +117,7 @@ def test_admission_by_growth_beside_admission_by_the_prompt(
     """The study with small loads; in full by its name, with the trace."""
     small = [
         admission.Load(
-            name="thrash", rows=admission.thrash(16, 200), setup=admission.server("unit", 32), is_ordinary=False
+            name="thrash", rows=admission.thrash(16, 120), setup=admission.server("unit", 20), is_ordinary=False
         ),
         admission.Load(name="calm", rows=admission.thrash(4, 40), setup=admission.server("unit", 32)),
         admission.Load(

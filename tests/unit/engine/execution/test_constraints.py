@@ -324,7 +324,7 @@ def test_outputs_that_use_up_a_lexer_take_nothing_from_others(folder, monkeypatc
     assert followed(together, output[:10], sequence_id=1) == masks[:10]
     used_up, texts = together._grammars.used_up, []
     monkeypatch.setattr(together._grammars, "used_up", lambda text: texts.append(text) or used_up(text))
-    for other in range(2, 30):
+    for other in range(2, 12):
         written(together, sequence_id=other, most=40)
     assert len(texts) > 3
     assert followed(together, output, sequence_id=1) == masks, "one that was under way"
@@ -335,7 +335,7 @@ def test_a_large_grammar_is_not_compiled_again_within_a_step(folder, monkeypatch
     monkeypatch.setitem(grammars_module.GRAMMAR_LIMITS, "max_lexer_states", 3000)
     monkeypatch.setattr(grammars_module, "_LONGEST_PAUSE", -1.0)
     constraints = Constraints(Grammars(folder, PADDED))
-    lengths = [len(written(constraints, sequence_id=other, most=40)) for other in range(2, 30)]
+    lengths = [len(written(constraints, sequence_id=other, most=40)) for other in range(2, 12)]
     assert min(lengths) < 40
     assert lengths[-1] > 0, "who begins has a lexer that is not used up"
 

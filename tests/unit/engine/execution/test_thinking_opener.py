@@ -90,7 +90,7 @@ def test_other_rules_hold_for_both_choices(grammars, letters):
 @pytest.mark.parametrize("device", DEVICES)
 def test_drawn_it_comes_as_often_as_without_the_grammar_and_the_others_keep_their_shares(grammars, letters, device):
     masses = {MARK: 0.25, letters[0]: 0.06, letters[1]: 0.02}
-    num_rows = 4000
+    num_rows = 2000
     logits = logits_of(masses).expand(num_rows, -1).to(device)
     rows = [row(i, temperature=1.0, seed=i) for i in range(num_rows)]
     found = [token.token_id for token in sample(logits, rows, grammars=grammars)]

@@ -187,11 +187,13 @@ def test_a_lease_ends_without_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_signs_of_life_keep_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_lending, "LEASE_SECONDS", 1.5)
-    monkeypatch.setattr(kv_fetching, "_STAY_SECONDS", 0.05)
+    monkeypatch.setattr(kv_lending, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(kv_lending, "_LOOK_SECONDS", 0.1)
+    for name in ("_STAY_SECONDS", "_LOOK_SECONDS"):
+        monkeypatch.setattr(kv_fetching, name, 0.05)
     with pools() as (lender, fetcher):
         fetcher.fetch("a", lender.address, KEYS[:1], is_computed=True)
-        time.sleep(3)
+        time.sleep(1.3)
         assert lender.counts.leased == 1
         lender.hold(0)
         assert fetcher.arrivals(1) == whole(0)

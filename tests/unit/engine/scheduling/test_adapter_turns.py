@@ -216,7 +216,7 @@ def test_files_that_have_gone_meanwhile_end_the_request_with_the_reason() -> Non
 @pytest.mark.parametrize("places", few([1, 2, 3], 3))
 def test_whatever_clients_do_all_others_get_their_tokens(places: int) -> None:
     """Random arrivals, ends, pauses and adapters that cannot be read, with every invariant looked at in each step."""
-    for seed in range(8):
+    for seed in range(3):
         with naming(seed):
             source = random.Random(seed)
             told = Told(

@@ -71,7 +71,7 @@ def test_batch_requests_are_preempted_for_their_class_a_bounded_number_of_times(
 
 def overload(share: float) -> History:
     """Interactive requests for more than the machine computes, and batch work beside them."""
-    chats = [Arrival(at=number * 0.05, tenant="chat", prompt=100, output=30) for number in range(1200)]
+    chats = [Arrival(at=number * 0.05, tenant="chat", prompt=100, output=30) for number in range(600)]
     work = [Arrival(at=0.5, tenant="work", prompt=300, output=60, service_class="batch") for _ in range(60)]
     config: SchedulerConfig = scheduler_config(
         num_blocks=400,
@@ -80,7 +80,7 @@ def overload(share: float) -> History:
         prefill_chunk=256,
         class_share=LeastShares(batch=share),
     )
-    return simulate(config, [*chats, *work], until=60, machine=Machine(0.02, 0.0008, 0.001))
+    return simulate(config, [*chats, *work], until=30, machine=Machine(0.02, 0.0008, 0.001))
 
 
 @pytest.mark.parametrize("share", few([0.2, 0.4], 0.4))

@@ -86,7 +86,7 @@ def test_the_elder_that_is_held_is_no_elder_and_comes_back_as_the_youngest() -> 
 
 def test_its_time_aside_does_not_count_for_its_bound() -> None:
     run = new_run()
-    run.add(request("a", 20, 30), request("b", 20, 2000))
+    run.add(request("a", 20, 30), request("b", 20, 300))
     steps(run, 2)
     bound = run.scheduler.wait_bound("a")
     run.scheduler.hold("a")

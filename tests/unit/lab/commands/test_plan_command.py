@@ -103,7 +103,7 @@ def test_the_highest_rate_is_that_of_the_queue() -> None:
     setup = replace(Setup(cost=CostModel(step=0.01)), max_num_queued_reqs=2_000).with_settings(
         [("max_num_seqs", 1), ("enable_prefix_caching", False)]
     )
-    search = Search(setup, poisson(1_000, 50.0, seed=2), parse_slo("queue_mean=10ms"))
+    search = Search(setup, poisson(500, 50.0, seed=2), parse_slo("queue_mean=10ms"))
     found = search.sustained((("max_num_seqs", 1),), search._rows, 1.02)
     assert found.rate == pytest.approx(200 / 3, rel=0.1)
     assert found.binding == "queue_mean"
