@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import logging
 import resource
 import socket
@@ -30,7 +31,8 @@ from quire_server.http.turns import Turns
 from quire_server.settings import ServerLimits, Settings
 
 CLOSING_SECONDS = 1.0  # for data in the sockets' buffers, at the stop
-_LOOK_SECONDS = 0.1  # between two turns of uvicorn's main loop
+_LOOK_SECONDS = 0.1  # between two turns of the server's main loop
+_CLOSED_LOOK_SECONDS = 0.005  # between two looks at the stop whether all connections and their tasks have ended
 
 log = logging.getLogger("quire")
 
@@ -159,7 +161,7 @@ async def serve(
     )
 
     def stop(cut_off: bool) -> None:
-        server.should_exit = True
+        server.end()
         if cut_off:
             for connection in tuple(server.server_state.connections):
                 connection.transport.abort()
@@ -235,17 +237,30 @@ async def listening_on(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers, and with our way to accept."""
+    """uvicorn's server without its signal handlers and fixed pauses of a stop, and with our way to accept."""
 
     def __init__(self, config: ConnectionConfig, on_started: Callable[[], None], most_waiting: int) -> None:
         super().__init__(config)
         self._config, self._on_started, self._pauses = config, on_started, config.pauses
         self._most_waiting = most_waiting
         self._acceptors: list[Acceptor] = []
+        self._ending = asyncio.Event()
+
+    def end(self) -> None:
+        """Stop the server, at once."""
+        self.should_exit = True
+        self._ending.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def main_loop(self) -> None:
+        ticks = itertools.count()
+        while not await self.on_tick(next(ticks)):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await self._ending.wait()
 
     async def on_tick(self, counter: int) -> bool:
         self._pauses.look()
@@ -267,7 +282,13 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for acceptor in self._acceptors:
             acceptor.close()
-        await super().shutdown(sockets)
+        for sock in sockets or ():
+            sock.close()
+        for connection in tuple(self.server_state.connections):
+            connection.shutdown()
+        while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110 - uvicorn has no event
+            await asyncio.sleep(_CLOSED_LOOK_SECONDS)
+        await self.lifespan.shutdown()
         for acceptor in self._acceptors:
             await acceptor.wait_closed()
 
