@@ -1,7 +1,8 @@
 """An engine process without a model, for tests of the supervisor: real scheduler, loop and frames, invented tokens.
 
 `python fake_engine_process.py FD PARENT_PID`. The model name in the START frame says how it misbehaves: "ok",
-"fail-config", "fail-model", "exit-at-start", "hang-at-start", "slow-start" (it says how far it is), "picky" (a later
+"fail-config", "fail-model", "exit-at-start", "hang-at-start", "slow-start" or "slow-start:SECONDS"
+(it says eight times how far it is), "picky" (a later
 start must ask for the instruction set of the first), "hang:TOKEN" or "poison:TOKEN" (a prompt with TOKEN hangs or
 kills it).
 """
@@ -29,7 +30,7 @@ from support.limits import scheduler_config  # noqa: E402
 
 PICKED = "avx2"
 STEP_SECONDS = 0.002
-SLOW_STEPS, SLOW_STEP_SECONDS = 8, 0.25  # of "slow-start"
+SLOW_STEPS, SLOW_STEP_SECONDS = 8, "0.25"  # of "slow-start"
 
 
 def next_token(token_ids: list[int], choice: int) -> int:
@@ -45,7 +46,7 @@ class InventingExecutor:
 
     def __init__(self, behaviour: str) -> None:
         self._kind, _, argument = behaviour.partition(":")
-        self._trigger = int(argument) if argument else -1
+        self._trigger = int(argument) if argument.isdecimal() else -1
         self._token_ids: dict[int, list[int]] = {}  # of each sequence; no cached prefix leaves a hole
         self._result = StepResult()
 
@@ -123,9 +124,10 @@ def main(fd: int) -> None:
         sys.exit(3)
     while start.model == "hang-at-start":
         time.sleep(1)
-    for done in range(SLOW_STEPS if start.model == "slow-start" else 0):
+    kind, _, seconds = start.model.partition(":")
+    for done in range(SLOW_STEPS if kind == "slow-start" else 0):
         connection.sendall(encode_frame(LoadProgress(phase="reading weights", done=done, total=SLOW_STEPS)))
-        time.sleep(SLOW_STEP_SECONDS)
+        time.sleep(float(seconds or SLOW_STEP_SECONDS))
     plan = make_plan(start.model)
     if start.model == "picky":
         plan = replace(plan, cpu_variant=PICKED)

@@ -15,12 +15,15 @@ from typing import Any
 
 from quire_engine.contract.config import EngineConfig
 from quire_engine.contract.types import GenerationRequest, SamplingParams, StepOutput, StopParams, TokenOutput
+from quire_server.engine import process
 from quire_server.engine.kv_events.events import CacheListener
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import EngineState, Spare, Supervisor
-from support.fake_engine_process import next_token
+from support.fake_engine_process import main, next_token
+from support.forking import launching
 
 FAKE = (sys.executable, str(Path(__file__).resolve().parent / "fake_engine_process.py"))
+process.subprocess = launching(FAKE, main)  # type: ignore[assignment]
 
 
 class Client:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -14,7 +13,8 @@ import pytest
 from quire_server.engine import supervisor as supervisor_module
 from quire_server.engine.process import EngineProcess
 from quire_server.engine.supervisor import EngineState, Spare, Supervisor
-from support.processes import children_running
+from support.forking import Forked
+from support.processes import lives
 from support.supervising import FAKE, expected, reached, request, run, supervised
 
 
@@ -26,7 +26,7 @@ def waiting(supervisor: Supervisor) -> psutil.Process | None:
 
 
 def engines() -> list[psutil.Process]:
-    return children_running(os.getpid(), Path(FAKE[1]).name)
+    return [child for child in psutil.Process().children() if child.pid in Forked.pids and lives(child.pid)]
 
 
 async def appeared(supervisor: Supervisor, *, but: int = 0) -> psutil.Process:
