@@ -324,7 +324,8 @@ async def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
                 pass
 
 
-async def test_failures_of_the_server_are_tried_again(tmp_path: Path) -> None:
+async def test_failures_of_the_server_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "MOST_WAIT", 0.1)
     engine = FakeEngine(fail_after=1)
     async with batching(tmp_path, engine=engine) as client:
         batch = await begin(client, [line("a")])
@@ -334,7 +335,8 @@ async def test_failures_of_the_server_are_tried_again(tmp_path: Path) -> None:
         assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
 
 
-async def test_a_full_queue_only_delays(tmp_path: Path) -> None:
+async def test_a_full_queue_only_delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "MOST_WAIT", 0.1)
     async with batching(tmp_path, engine=FakeEngine(), max_queued_sequences=2) as client:
         batch = await ended(client, await begin(client, [line(f"l{n}") for n in range(12)]))
         assert batch["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
@@ -343,6 +345,7 @@ async def test_a_full_queue_only_delays(tmp_path: Path) -> None:
 async def test_a_batch_expires_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from quire_server.batches.store import BatchStore
 
+    monkeypatch.setattr(runner, "TICK_SECONDS", 0.05)
     engine = FakeEngine()
     async with batching(tmp_path, engine=engine) as client:
         engine.hold()

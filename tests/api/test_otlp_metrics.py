@@ -78,6 +78,7 @@ async def test_four_histograms_of_what_was_computed(collecting: Collector) -> No
     assert 0.002 <= sums["gen_ai.server.time_per_output_token", "text_completion", None] < 60
 
 
+@pytest.mark.matrix  # as one of traces: test_tracing.py
 async def test_a_collector_that_is_gone_harms_nobody() -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http.metric_exporter")
     await send("http://127.0.0.1:9")

@@ -12,6 +12,7 @@ from architecture.source import reachable
 from quire_engine.contract.errors import ConfigError
 from quire_server.logs import output, tracing
 from quire_server.logs.output import check_collector, collector_url
+from support.covering import few
 from support.fake_engine import FakeEngine
 from support.fakes import connect, make_app, make_state
 from support.otlp import Collector, collector, plain
@@ -87,7 +88,7 @@ async def test_the_callers_trace_goes_on(collecting: Collector) -> None:
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, CALLER)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("parent", ["nonsense", f"00-{'0' * 32}-{CALLER}-01", "00-" + "x" * 5000])
+@pytest.mark.parametrize("parent", few(["nonsense", f"00-{'0' * 32}-{CALLER}-01", "00-" + "x" * 5000], "nonsense"))
 async def test_a_parent_that_is_none_begins_a_trace(collecting: Collector, parent: str) -> None:
     await send(collecting.url, traceparent=parent)
     _, spans = collecting.spans()

@@ -45,12 +45,11 @@ def sources() -> dict[Path, str]:
 @cache
 def files_that_define(name: str) -> frozenset[Path]:
     """The files that have a class, a function, an attribute or a constant of this name."""
-    line = re.compile(rf"^.*\b{name}\b.*$", re.MULTILINE)
     defined = re.compile(rf"\s*(async def|def|class) {name}\b|\s*{name}: |[^#=]*\b{name}\b[^=]* = |\s*self\.{name}: ")
     return frozenset(
         path
         for path, source in sources().items()
-        if name in source and any(defined.match(found[0]) for found in line.finditer(source))
+        if name in source and any(name in line and defined.match(line) for line in source.split("\n"))
     )
 
 

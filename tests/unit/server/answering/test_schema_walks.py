@@ -12,6 +12,7 @@ import pytest
 
 from quire_engine.demo import demo_model_path
 from support import sample_tokenizers
+from support.covering import few
 from support.drawn_documents import accepts
 from support.grammar_walks import Walker, Walks, rules_of
 from support.walked_schemas import INTEGER, NUMBER, SCHEMAS, TEXT, Schema, of_object
@@ -74,7 +75,7 @@ def walkers() -> dict[str, Walker]:
     return {"demo": Walker.of((demo_model_path() / "tokenizer.json").read_text("utf-8")), **found}
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", few(range(2), 0))
 def test_what_is_valid_can_be_written_and_nothing_else(seed: int):
     walks = Walks(walkers())
     walks.over_all_schemas(seed)

@@ -117,8 +117,6 @@ def test_a_model_is_downloaded_once_with_what_is_read(hub: LoopbackHub, tmp_path
     assert again == [[str(folder), ["mine"], str(folder)]]
     assert hub.requests == []
     assert "in the cache" in said
-    assert ask(hub, tmp_path, {"model": "org/tiny"}, HF_HUB_OFFLINE="1")[0] == [first]
-    assert ask(hub, tmp_path, {"llm": "org/tiny", "revision": "main"})[0] == [first]
 
     (folder / "tokenizer.json").unlink()  # as an interrupted download leaves it
     page = "https://huggingface.co/org/tiny"
@@ -126,16 +124,26 @@ def test_a_model_is_downloaded_once_with_what_is_read(hub: LoopbackHub, tmp_path
     assert (folder / "tokenizer.json").is_file()
 
 
-def test_another_place_and_a_revision(hub: LoopbackHub, tmp_path: Path):
+@pytest.mark.matrix  # the cache with the Hub: the test before; the variable: test_without_the_hub
+def test_a_cached_model_is_found_offline_and_by_the_offline_api(hub: LoopbackHub, tmp_path: Path):
+    first, _ = ask(hub, tmp_path, {"model": "org/tiny"})
+    assert ask(hub, tmp_path, {"model": "org/tiny"}, HF_HUB_OFFLINE="1")[0] == first
+    assert ask(hub, tmp_path, {"llm": "org/tiny", "revision": "main"})[0] == first
+
+
+def test_another_place_and_a_revision_and_a_token(hub: LoopbackHub, tmp_path: Path):
     place = tmp_path / "models"
-    ((model, _, _), wrong), _ = ask(
+    ((model, _, _), wrong, gated), _ = ask(
         hub,
         tmp_path / "home",
         {"model": "org/tiny", "download_dir": str(place), "revision": COMMIT},
         {"model": "org/tiny", "download_dir": str(place), "revision": "v9"},
+        {"model": "org/gated"},
+        HF_TOKEN="hf_good",
     )
     assert Path(model).is_relative_to(place)
     assert "there is no revision 'v9' of it" in str(wrong)
+    assert gated[1] == ["org/gated"]
 
 
 def test_what_the_hub_refuses_is_one_line(hub: LoopbackHub, tmp_path: Path):
@@ -154,8 +162,6 @@ def test_what_the_hub_refuses_is_one_line(hub: LoopbackHub, tmp_path: Path):
         assert words in str(answer)
         assert "\n" not in str(answer)
     assert not list(tmp_path.rglob("*.gguf"))
-    (gated,), _ = ask(hub, tmp_path, {"model": "org/gated"}, HF_TOKEN="hf_good")
-    assert gated[1] == ["org/gated"]
 
 
 @pytest.mark.matrix  # as a whole repository

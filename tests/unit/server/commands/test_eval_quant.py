@@ -65,6 +65,7 @@ def test_a_model_without_a_tokenizer(home: Path, tmp_path: Path):
     assert "of random ids" in result.stdout
 
 
+@pytest.mark.matrix  # a child that refuses or dies: test_json_child.py, and the next test
 def test_a_model_that_cannot_be_loaded(home: Path, tmp_path: Path):
     path = make_checkpoint(tmp_path / "model")
     (path / "model.safetensors").unlink()
@@ -91,7 +92,12 @@ def test_a_process_that_dies_is_told(monkeypatch, capsys):
         (["--json", "/nowhere/at/all.json"], 2, "no such directory"),
         (["--kv-cache-dtype", "fp4"], 2, "fp4"),
         (["--device", "tpu"], 2, "tpu"),
-        (["--device", "cpu", "--kv-cache-dtype", "fp8"], 1, "set kv_cache_dtype to int8"),
+        pytest.param(
+            ["--device", "cpu", "--kv-cache-dtype", "fp8"],
+            1,
+            "set kv_cache_dtype to int8",
+            marks=pytest.mark.matrix,  # the child's refusal, as that of a model that cannot be loaded
+        ),
         (["--num-threads", "0"], 2, "--num-threads"),
     ],
 )

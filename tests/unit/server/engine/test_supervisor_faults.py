@@ -100,7 +100,7 @@ def test_an_idle_engine_that_is_stopped_is_replaced_too() -> None:
 
 def test_a_start_that_hangs_is_ended_and_tried_again_until_it_was_too_often() -> None:
     async def body() -> None:
-        policy = RestartPolicy(max_restarts=1, first_backoff_seconds=0.01, start_seconds=0.8)
+        policy = RestartPolicy(max_restarts=1, first_backoff_seconds=0.01, start_seconds=0.2)
         supervisor = Supervisor(EngineConfig(model="hang-at-start"), policy, program=FAKE)
         with pytest.raises(CrashLoop, match="while starting; the engine failed 2 times"):
             await supervisor.start()

@@ -10,6 +10,7 @@ import pytest
 from quire_server.flags import build_parser, parse_command_line, parse_flags
 from quire_server.settings import Settings, SettingsError, plain_fields
 from quire_server.settings.vllm import FLAGS, flags_text, foreign
+from support.covering import few
 
 # The flags of `vllm serve` as its own help lists them, and older ones; those that are settings here included.
 RECORDED = Path(__file__).with_name("vllm_flags.txt")
@@ -21,6 +22,7 @@ OLDER = [
     "calculate-kv-scales",
 ]
 
+FOREIGN = foreign(plain_fields(Settings))
 PLAUSIBLE = {"block-size": "32", "max-num-scheduled-tokens": "700", "device-memory-utilization": "0.5"}
 
 
@@ -57,7 +59,15 @@ def test_the_table_says_each_thing_once_and_names_settings_that_there_are():
         assert not (flag.refused and (flag.setting or flag.only)), flag.name
 
 
-@pytest.mark.parametrize("flag", foreign(plain_fields(Settings)), ids=lambda flag: flag.name)
+# Two flags of each kind: those of a setting, objects with keys, noted, refused, taken with some values only.
+OF_KINDS = {
+    (flag.takes, flag.refused, bool(flag.keys), bool(flag.setting), bool(flag.values), bool(flag.only), again): flag
+    for again, flags in enumerate((FOREIGN, FOREIGN[::-1]))
+    for flag in flags
+}
+
+
+@pytest.mark.parametrize("flag", few(FOREIGN, *OF_KINDS.values()), ids=lambda flag: flag.name)
 def test_each_flag_is_taken_with_a_note_or_a_setting_or_refused_with_its_reason(flag):
     """By the real parser, in the spelling that a script has."""
     if flag.keys:

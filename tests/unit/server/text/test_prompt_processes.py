@@ -40,7 +40,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("name", few(LOOPS, "for_ever", "padding", "recursion"))
+@pytest.mark.parametrize("name", few(LOOPS, "padding", "recursion"))
 def test_a_runaway_template_is_a_bad_request_in_time(make, name: str) -> None:
     template = make("{% if messages[0].content == 'run' %}" + LOOPS[name] + "{% endif %}done")
     start = time.monotonic()

@@ -106,7 +106,23 @@ BOMBS = [
 ]
 
 
-@pytest.mark.parametrize(("form", "start", "unit"), few(BOMBS, *{bomb[0]: bomb for bomb in BOMBS}.values()))
+# Those that read texts of other kinds, as marked JSON, bare JSON, tags, calls of Python, pairs, channels.
+OF_OTHER_KINDS = {
+    "hermes",
+    "json",
+    "qwen3_coder",
+    "glm45",
+    "minimax_m2",
+    "deepseek_v32",
+    "kimi_k2",
+    "pythonic",
+    "gemma4",
+    "openai",
+}
+KEPT = {bomb[0]: bomb for bomb in BOMBS if bomb[0] in OF_OTHER_KINDS}
+
+
+@pytest.mark.parametrize(("form", "start", "unit"), few(BOMBS, *KEPT.values()))
 def test_time_is_linear_however_the_text_is_cut(form: str, start: str, unit: str) -> None:
     def seconds(length: int, size: int) -> float:
         text = start + unit * (length // len(unit))

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,7 @@ def test_a_front_may_come_before_its_nodes_model_is_loaded() -> None:
     async def body() -> None:
         async with (
             served_node() as good,
-            served_node(model="slow-start", waits=False) as slow,
+            served_node(model="slow-start:0.02", waits=False) as slow,
             front([slow.address, good.address]) as (together, _),
         ):
             assert together.trouble() is None
@@ -242,33 +243,35 @@ def test_where_no_node_is_left_streams_wait_for_one_and_then_end() -> None:
     run(body)
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
+def changed(plan: EnginePlan, change: dict[str, Any]) -> EnginePlan:
+    if "checkpoint" in change:
+        return replace(plan, **change)
+    return replace(plan, scheduler=replace(plan.scheduler, **change))
+
+
+def test_a_node_that_cannot_keep_what_is_promised_is_named_and_not_used() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"checkpoint": "another"}, "another model"),
         ({"max_model_len": 512}, "512 max_model_len, this server promises 1024"),
         ({"num_blocks": 80}, "80 blocks in its pool"),
-    ],
-)
-def test_a_node_that_cannot_keep_what_is_promised_is_named_and_not_used(change: dict[str, Any], why: str) -> None:
-    def changed(plan: EnginePlan) -> EnginePlan:
-        if "checkpoint" in change:
-            return replace(plan, **change)
-        return replace(plan, scheduler=replace(plan.scheduler, **change))
+    ]
 
     async def body() -> None:
-        async with (
-            served_node() as good,
-            served_node(change=changed) as other,
-            front([good.address]) as (together, _),
-        ):
-            together._sources += (Source(other.address, has_many=False),)
+        async with AsyncExitStack() as stack:
+            good = await stack.enter_async_context(served_node())
+            plan = replace(good.supervisor.plan, checkpoint="the model", numerics="same")
+            together, _ = await stack.enter_async_context(front([good.address]))
+            for change, _ in wrong:
+                other = await stack.enter_async_context(served_node(waits=False))  # whose engine nobody asks
+                other.node.started(changed(plan, change))
+                together._sources += (Source(other.address, has_many=False),)
             await together._refresh()
-            async with asyncio.timeout(300):
-                while why not in together.rows()[1].why:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            for number, (_, why) in enumerate(wrong, 1):
+                async with asyncio.timeout(300):
+                    while why not in together.rows()[number].why:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+                assert together.rows()[number].state != "ready"
             assert together.trouble() is None
-            assert together.rows()[1].state != "ready"
 
     run(body)
 
