@@ -11,6 +11,7 @@ import pytest
 from quire_engine.contract.types import GenerationRequest
 from quire_server.state import ServerState
 from quire_server.text.generation_config import GenerationDefaults
+from support.covering import few
 from support.fake_engine import FakeEngine
 from support.fakes import MODEL, connect, make_app, make_state
 from support.fim_tokenizers import fim_state
@@ -70,7 +71,9 @@ async def test_without_defaults_they_are_openais(path: str) -> None:
     assert list(numbers(request).values()) == [1.0, 1.0, 0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("defaults", [GenerationDefaults(), DEFAULTS], ids=["the dialect's", "the model's"])
+@pytest.mark.parametrize(
+    "defaults", few([GenerationDefaults(), DEFAULTS], DEFAULTS), ids=["the dialect's", "the model's"]
+)
 async def test_the_document_shows_the_defaults_that_hold(defaults: GenerationDefaults) -> None:
     state = make_state()
     state.defaults = defaults

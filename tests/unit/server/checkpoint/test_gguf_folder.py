@@ -119,6 +119,10 @@ def test_the_folder_goes_with_the_process(file: Path, tmp_path: Path) -> None:
         assert list(kept.iterdir()) == [Path(killed)]
     in_a_process(file, home)
     assert list(kept.iterdir()) == []
+
+
+@pytest.mark.matrix  # where a folder can be made: the test before
+def test_without_a_home_the_folder_is_a_temporary_one(file: Path, tmp_path: Path) -> None:
     (tmp_path / "nobody").write_text("")  # no folder can be made there
     elsewhere, _ = in_a_process(file, tmp_path / "nobody")
     assert Path(elsewhere).parent == tmp_path

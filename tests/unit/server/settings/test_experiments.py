@@ -12,6 +12,7 @@ import pytest
 from quire_server.flags import ENGINE, build_parser, option_group, parse_flags, value_kind
 from quire_server.settings import ENV_PREFIX, EXPERIMENTS, Settings, SettingsError, flag_name, several_models, spelled
 from quire_server.settings.vllm import names_of_vllm
+from support.covering import few
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,7 @@ def set_in(settings: Settings) -> dict[str, object]:
     return {name: value for name, value in values.items() if value != defaults[name]}
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", few(EXPERIMENTS, *list(EXPERIMENTS)[::5]))
 def test_every_source_sets_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = f"{name}={OTHERS[name]}"
     by_flag = parse_flags(["--set", pair])

@@ -165,6 +165,7 @@ def test_a_stream_that_came_with_tokens_is_replayed_with_them_by_its_second_node
     run(body)
 
 
+@pytest.mark.matrix  # without processes: test_replicas.py
 def test_a_node_that_gives_its_engine_up_ends_nothing() -> None:
     async def body() -> None:
         async with (
@@ -186,6 +187,7 @@ def test_a_node_that_gives_its_engine_up_ends_nothing() -> None:
     run(body)
 
 
+@pytest.mark.matrix  # without processes: test_replicas.py; a stream that moves: the first test
 def test_a_held_stream_waits_at_its_node_and_moves_held() -> None:
     async def body() -> None:
         async with cluster() as them:
