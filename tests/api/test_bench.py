@@ -19,6 +19,7 @@ from quire_bench.records import Record, Run
 from quire_bench.servers import BenchError, Peer, Server, discover
 from quire_bench.workload import Job, LoadPoint, Span, Workload, jobs
 from quire_server.state import ServerState
+from support.covering import few
 from support.events import until
 from support.fake_engine import FakeEngine
 from support.fakes import listening, make_app, make_state
@@ -73,7 +74,7 @@ async def test_counts_are_exact() -> None:
         assert record.arrivals == sorted(record.arrivals)
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", few([1, 4], 4))
 async def test_a_closed_loop_keeps_its_streams_busy(count: int) -> None:
     async with quire(engine=FakeEngine(step_seconds=0.002)) as server:
         run = await load(server, streams(count), workload(requests=24, output=Span(low=6, high=6)))
