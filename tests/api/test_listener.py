@@ -17,6 +17,7 @@ import pytest
 from fastapi.responses import StreamingResponse
 
 from quire_engine.contract.errors import ConfigError
+from quire_server.http import listener
 from quire_server.http.listener import Listening, announce, bind, serve
 from support.fakes import exchange, listening, make_app, make_state
 
@@ -137,6 +138,28 @@ async def test_stop_can_cut_replies_off(caplog: pytest.LogCaptureFixture) -> Non
     with contextlib.suppress(ConnectionError):
         assert (await asking).startswith(b"HTTP/1.1 200 ")
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_stop_does_not_wait_for_a_reply_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "GRACE_SECONDS", 0.1)
+    app = make_app()
+    arrived, ended = asyncio.Event(), asyncio.Event()
+
+    @app.get("/endless")
+    async def endless() -> None:
+        try:
+            arrived.set()
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    async with listening(app) as server:
+        asking = asyncio.create_task(exchange(server.port, b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n"))
+        await arrived.wait()
+        server.stop(False)
+        await asyncio.wait_for(ended.wait(), 300)
+    with contextlib.suppress(ConnectionError):
+        await asking
 
 
 async def test_a_client_that_does_not_read_is_dropped() -> None:

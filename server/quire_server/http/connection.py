@@ -35,7 +35,6 @@ from quire_server.http.guard import Arrival, choose_request_id, put_arrival
 from quire_server.http.sse import HIGH_WATER_BYTES, TRANSPORT, WriteClock, WritePace, waiting_bytes
 from quire_server.http.turns import Turns
 
-GRACE_SECONDS = 5.0  # for replies that are still being written at the stop, after draining
 LINGER_SECONDS = (
     1.0  # before closing: closing at once would reset the connection before the client has read the refusal
 )
@@ -94,7 +93,6 @@ class ConnectionConfig(uvicorn.Config):
             proxy_headers=False,
             forwarded_allow_ips="",
             workers=1,
-            timeout_graceful_shutdown=int(GRACE_SECONDS),
         )
         self.timeout_keep_alive = keep_alive_seconds  # type: ignore[assignment]  # a delay; fractions are fine
         self.limits = limits

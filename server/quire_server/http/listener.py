@@ -30,6 +30,7 @@ from quire_server.http.starting import AppSwitch
 from quire_server.http.turns import Turns
 from quire_server.settings import ServerLimits, Settings
 
+GRACE_SECONDS = 5.0  # for replies that are still being written at the stop, after draining
 CLOSING_SECONDS = 1.0  # for data in the sockets' buffers, at the stop
 _LOOK_SECONDS = 0.1  # between two turns of the server's main loop
 _CLOSED_LOOK_SECONDS = 0.005  # between two looks at the stop whether all connections and their tasks have ended
@@ -286,8 +287,16 @@ class _Server(uvicorn.Server):
             sock.close()
         for connection in tuple(self.server_state.connections):
             connection.shutdown()
-        while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110 - uvicorn has no event
-            await asyncio.sleep(_CLOSED_LOOK_SECONDS)
+        try:
+            async with asyncio.timeout(GRACE_SECONDS):
+                while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110 - there is no event
+                    await asyncio.sleep(_CLOSED_LOOK_SECONDS)
+        except TimeoutError:
+            log.warning(
+                "replies that did not end within %g s of the stop: %d", GRACE_SECONDS, len(self.server_state.tasks)
+            )
+            for task in self.server_state.tasks:
+                task.cancel()
         await self.lifespan.shutdown()
         for acceptor in self._acceptors:
             await acceptor.wait_closed()
