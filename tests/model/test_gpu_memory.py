@@ -41,7 +41,7 @@ class Crowded:
 def test_a_step_that_is_too_large_is_computed_in_parts(late, caplog):
     both = Both(seed=31, wrap=lambda decoder: Crowded(decoder, most=1, late=late))
     for i in range(3):
-        both.story.add(i, random_ids(4 + i, i), 6 + i, temperature=0.7, seed=i, num_logprobs=i)
+        both.story.add(i, random_ids(4 + i, i), 4 + i, temperature=0.7, seed=i, num_logprobs=i)
     both.story.run()
     with caplog.at_level(logging.WARNING):
         both.check()

@@ -18,9 +18,9 @@ from support.simulated_device import SimulatedDevice
 def told(**options) -> Both:
     """A story that needs everything: prompts in chunks, decodes across blocks, a graph used often."""
     both = Both(seed=11, **options)
-    both.story.add(0, random_ids(14, 0), 14)
-    both.story.add(1, random_ids(3, 1), 16, temperature=0.9, seed=4)
-    both.story.add(2, random_ids(30, 2), 6, num_logprobs=1)
+    both.story.add(0, random_ids(14, 0), 8)
+    both.story.add(1, random_ids(12, 1), 10, temperature=0.9, seed=4)
+    both.story.add(2, random_ids(30, 2), 4, num_logprobs=1)
     both.story.run()
     return both
 

@@ -31,7 +31,7 @@ def told(**options) -> Both:
 
 
 def test_steps_find_the_graphs_that_were_captured_ahead():
-    both = told(mixed_rows=64)
+    both = told(mixed_rows=16)
     assert both.executor.capture_ahead(0.0) == both.executor.prepare() + 1
     assert both.executor.capture_ahead(60.0) == both.executor.prepare() == 0
     captures = both.device.captures

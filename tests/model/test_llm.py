@@ -14,7 +14,7 @@ from support.served_answers import served_answers
 
 MODELS = {"demo": lambda: "quire-demo", "llama": lambda: str(shared_checkpoint("llama"))}
 SETTINGS: dict[str, Any] = {"kv_memory": 8 << 20, "num_threads": 1, "max_model_len": 256, "seed": 11}
-PROMPTS: list[str | list[int]] = ["Once upon a time", "The capital of France is", [60, 61, 62, 63, 64]]
+PROMPTS: list[str | list[int]] = ["Once upon a time", [60, 61, 62, 63, 64]]
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, "max_tokens": 40},
     "all that fits": {"temperature": 0, "max_tokens": None, "ignore_eos": True},
@@ -108,7 +108,7 @@ def assert_same_end(choice: CompletionOutput, served: dict[str, Any]) -> None:
     assert (choice.finish_reason, choice.stop_reason) == (served["finish_reason"], served["stop_reason"])
 
 
-@pytest.mark.parametrize("number", few(range(len(PROMPTS)), 0, len(PROMPTS) - 1))
+@pytest.mark.parametrize("number", range(len(PROMPTS)))
 @pytest.mark.parametrize("case", CASES)
 def test_generate_gives_what_completions_give(both: Both, case: str, number: int) -> None:
     output, served = both.generated[case, number], both.served[case, number]

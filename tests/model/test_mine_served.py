@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.errors import ConfigError
 from quire_engine.demo import demo_model_path
-from quire_engine.own_modules import module_command
+from quire_engine.tools.given_steps import answers
 from quire_lab.mine.command import run
 from quire_lab.mine.referee import Arrival, Machine
 from quire_lab.mine.schedulers import ListPool, OurScheduler, PlainScheduler, StaticScheduler
@@ -61,7 +61,9 @@ def test_the_tables_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 def test_given_steps_are_computed_or_refused():
-    config = replace(EngineConfig(model=str(demo_model_path()), device="cpu"), kv_memory=1 << 20, max_model_len=256)
+    config = replace(
+        EngineConfig(model=str(demo_model_path()), device="cpu", num_threads=1), kv_memory=1 << 20, max_model_len=256
+    )
     steps = [
         {"add": {"a": {"prompt": [5, 6, 7], "max_new_tokens": 4}}, "slices": [["a", 2, [3]]]},
         {"slices": [["a", 1, [3]]]},
@@ -69,17 +71,8 @@ def test_given_steps_are_computed_or_refused():
         {"preempted": ["a"], "slices": [["a", 5, [1]]]},  # what was computed and told, once more elsewhere
         {"slices": [["a", 9, [1]]]},
     ]
-    asked = "".join(json.dumps(each) + "\n" for each in (asdict(config), *steps))
-    done = subprocess.run(
-        module_command("quire_engine.tools.given_steps"),
-        input=asked,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    replies = [json.loads(line) for line in done.stdout.splitlines()]
-    assert replies[0]["block_size"] == 16
-    assert [len(each["tokens"]) for each in replies[1:5]] == [0, 1, 1, 1]
-    assert done.returncode == 2
-    assert "9 tokens, and 1 are left" in replies[5]["error"]
+    replies = answers(iter([json.loads(json.dumps(asdict(config))), *steps]))
+    assert next(replies)["block_size"] == 16
+    assert [len(next(replies)["tokens"]) for _ in steps[:4]] == [0, 1, 1, 1]
+    with pytest.raises(ConfigError, match="9 tokens, and 1 are left"):
+        next(replies)

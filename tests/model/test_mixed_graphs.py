@@ -18,11 +18,11 @@ from support.step_stories import ahead
 def told(**options) -> Both:
     """Prompts in chunks beside decodes, steps in which nothing is sampled, forks."""
     both = Both(seed=41, mixed_rows=512, **options)
-    both.story.add(0, random_ids(25, 0), 9, temperature=0.8, seed=1)
+    both.story.add(0, random_ids(25, 0), 6, temperature=0.8, seed=1)
     both.story.step()  # a chunk alone
-    both.story.add(1, random_ids(14, 1), 8, num_logprobs=1)
+    both.story.add(1, random_ids(14, 1), 5, num_logprobs=1)
     both.story.step()
-    both.story.add(2, random_ids(3, 2), 7, temperature=1.0, seed=5, forks=(10, 11))
+    both.story.add(2, random_ids(3, 2), 5, temperature=1.0, seed=5, forks=(10, 11))
     both.story.run()
     return both
 

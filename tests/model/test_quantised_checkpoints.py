@@ -12,19 +12,20 @@ from torch import Tensor
 
 from quire_engine.build import build, resolve, resolve_plan
 from quire_engine.contract.errors import ModelLoadError
+from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.execution.models.checkpoint import open_checkpoint
 from quire_engine.execution.models.config import load_model_config
 from quire_engine.execution.models.fallback.interface import is_experts
 from quire_engine.execution.models.weights import take_text
 from quire_engine.memory_plan import plan_text
 from quire_kernels.cpu.ops import cpu_kernel_set
-from quire_kernels.kernel_set import KernelSet, LinearAdd, MixExperts, NormGateUp, NormLinear
+from quire_kernels.kernel_set import KernelSet, LinearAdd, MixExperts, NormGateUp, NormLinear, Quantization
 from support.covering import few
 from support.fallback_steps import FallbackSteps
 from support.limits import engine_config
 from support.model_steps import Model, random_ids
+from support.offline import generate
 from support.quantised import FORMS, make_quantised
-from support.served_answers import served_answers
 
 Q = "model.layers.0.self_attn.q_proj"
 Parts = dict[str, Tensor]
@@ -105,26 +106,39 @@ def test_fused_matrices_stay_too(tmp_path: Path) -> None:
     assert (got - truth).norm() < 0.02 * truth.norm()
 
 
-@pytest.mark.parametrize("quantization", few(["int8", "int4"], "int4"))
-def test_a_server_answers_as_with_the_numbers_in_the_clear(quantization: str, tmp_path: Path) -> None:
-    asked = [("/v1/completions", {"prompt": "Once upon", "max_tokens": 12, "temperature": 0, "logprobs": 3, "seed": 1})]
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_an_engine_answers_as_with_the_numbers_in_the_clear(quantization: Quantization, tmp_path: Path) -> None:
+    asked = GenerationRequest(
+        request_id="a",
+        prompt_token_ids=tuple(random_ids(9, vocab_size=200)),
+        sampling=SamplingParams(temperature=0, num_logprobs=3, seed=1),
+        stop=StopParams(max_new_tokens=12),
+    )
     replies = []
     for path in make_quantised(tmp_path, FORMS["awq"]):
-        (reply,) = served_answers(
-            asked,
+        config = engine_config(
             model=str(path),
+            device="cpu",
             kernels="cpu",
             dtype="bfloat16",
             quantization=quantization,
             kv_memory=4 << 20,
             num_threads=1,
-            packed_cache=tmp_path / "packed",
+            packed_cache_dir=str(tmp_path / "packed"),
         )
-        replies.append((reply["choices"][0]["text"], reply["choices"][0]["logprobs"]))
+        replies.append(generate(build(config), [asked]))
+    assert len(replies[0]["a", 0].logprobs) == 12
     assert replies[0] == replies[1]
 
 
-@pytest.mark.parametrize(("name", "family"), [("gptq in activation order", "llama"), ("awq", "qwen3_moe")])
+@pytest.mark.parametrize(
+    ("name", "family"),
+    few(
+        [("gptq in activation order", "llama"), ("awq", "llama"), ("awq", "qwen3_moe")],
+        ("gptq in activation order", "llama"),
+        ("awq", "llama"),
+    ),
+)
 def test_transformers_code_computes_the_numbers_in_the_clear(name: str, family: str, tmp_path: Path) -> None:
     """Experts too; in bfloat16 what can stay as it is stored does."""
     ids, schedule = {0: random_ids(20, vocab_size=200)}, [[(0, 13)], [(0, 7)]]
@@ -142,7 +156,7 @@ def test_transformers_code_computes_the_numbers_in_the_clear(name: str, family: 
     assert f"kept as {'AWQ' if kept else 'GPTQ'}, 4 bits" in plan_text(plan)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", few(["qwen3_moe", "mixtral"], "mixtral"))
 def test_experts_of_transformers_code_stay_as_they_are_stored(family: str, tmp_path: Path) -> None:
     """By the bits of our own layers over the same files; the plan counts them as kept."""
     quantised, dense = make_quantised(tmp_path, FORMS["awq"], family)

@@ -56,7 +56,7 @@ def ranks(model: str, size: int, **changes) -> Iterator[BuiltEngine]:  # type: i
 @pytest.mark.parametrize(("model", "size"), DIVIDED)
 def test_ranks_give_the_tokens_of_one(model: str, size: int) -> None:
     """Mixed steps, then prefix hits, then too small a pool with guessed tokens; several choices copy blocks."""
-    requests = mixed_requests(24)
+    requests = mixed_requests(16 if (model, size) in USUAL else 24)
     one = build(settings_of(model, num_threads=2, enable_prefix_caching=False))
     expected = generate(one, requests)
     with ranks(model, size, enable_prefix_caching=True) as built:
@@ -97,6 +97,7 @@ def test_a_model_whose_rows_are_normed_over_all_heads_needs_two_in_a_rank() -> N
         resolve_plan(settings_of(model, tensor_parallel_size=size, num_threads=size))
 
 
+@pytest.mark.matrix  # guessed tokens beside ranks: above; a draft model: test_speculation.py
 def test_a_draft_model_beside_ranks_changes_no_token() -> None:
     requests = mixed_requests(8)
     expected = generate(build(settings_of("bf16", num_threads=2)), requests)
@@ -106,20 +107,20 @@ def test_a_draft_model_beside_ranks_changes_no_token() -> None:
 
 
 def test_adapters_beside_ranks(tmp_path: Path) -> None:
-    """Six, of which three are kept: some come and go, and come again."""
+    """Four, of which two are kept: some come and go, and come again."""
     path = shared_checkpoint("qwen3", dtype="bfloat16")
     config = load_model_config(path)
-    paths = [write_adapter(tmp_path / f"a{i}", path, seed=i, rank=4 + i) for i in range(6)]
+    paths = [write_adapter(tmp_path / f"a{i}", path, seed=i, rank=4 + i) for i in range(4)]
     adapters = [
         Adapter(name=f"a{i}", path=str(each), digest=read_adapter(each, config, max_rank=16).digest)
         for i, each in enumerate(paths)
     ]
     requests = [
-        request.bound_to(None if i % 7 == 6 else adapters[i % 7]) for i, request in enumerate(mixed_requests(28))
+        request.bound_to(None if i % 5 == 4 else adapters[i % 5]) for i, request in enumerate(mixed_requests(15))
     ]
-    lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 16}
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}
     expected = generate(build(settings_of("bf16", num_threads=2, **lora)), requests)
-    assert len({tuple(result.token_ids) for result in expected.values()}) > 20
+    assert len({tuple(result.token_ids) for result in expected.values()}) > 10
     with ranks("bf16", 2, **lora) as built:
         assert generate(built, requests) == expected
         assert generate(built, requests) == expected

@@ -105,7 +105,7 @@ def engine(drafter: Drafter | None, blocks: int = 400, **changes: object) -> Bui
     )
 
 
-def requests(count: int = 16) -> list[GenerationRequest]:
+def requests(count: int = 8) -> list[GenerationRequest]:
     """Greedy and drawn, with log-probabilities, stop ids, several choices; half of the prompts repeat themselves."""
     dice = random.Random(3)
     found = []
@@ -194,11 +194,11 @@ def test_the_log_counts_no_draft_as_a_token_of_a_prompt(without: Results) -> Non
     counted = []
     for drafter in (None, Script("right", known(without))):
         built = engine(drafter)
-        generate(built, requests(8))
+        generate(built, requests())
         answer = built.scheduler.answer("steps", {"limit": 4096})
         assert isinstance(answer, dict)
         counted.append(sum(step.prefill_tokens for step in answer["steps"]))
-    assert counted[0] >= counted[1] >= sum(len(wanted.prompt_token_ids) for wanted in requests(8))
+    assert counted[0] >= counted[1] >= sum(len(wanted.prompt_token_ids) for wanted in requests())
 
 
 @pytest.mark.parametrize("number", few(range(len(RULES)), 0, 1, 2))

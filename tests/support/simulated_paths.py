@@ -60,7 +60,6 @@ from support.simulated_kernels import SIMULATED
 
 CPU = torch.device("cpu")
 _converse = prover.main
-KINDS = ("wrong", "exception", "signal", "hang", "memory")
 Faults = Mapping[str, str]  # the kind, by path
 _OWN = (STORED_PRODUCTS, UNMASKED_PROMPTS, FUSED_GATE_UP, DECODE_CHAIN, DEPENDENT_LAUNCH, GRAPHS)
 _OPS = {  # by path, the op that has its fault
@@ -155,27 +154,26 @@ def patient(descriptor: int, seconds: float) -> bool:
     raise AssertionError("a worker says nothing")
 
 
-def _each() -> None:
-    """The problem of each path with each fault, where the other paths are shown."""
+def _each(planted: Faults) -> None:
+    """The problem of each path with its fault alone, where the other paths are shown."""
     found = {}
     torch.set_num_threads(1)  # so that workers are forked from a process of one thread
     warm = FaultyDevice({})
     for path in (UNMASKED_PROMPTS, GRAPHS):  # what torch imports at a first call is imported once
         for check in path_checks(path, _subject({}, ()), _SIZES, capture_on(lambda: warm)):
             assert run_check(check, CPU).ok, check
-    for path in NAMES:
-        for kind in KINDS:
-            faults = {path: kind}
-            others = {name: "" for name in NAMES if name != path}
-            verdict = Verdict(ops_checked=True, possible=NAMES, paths=others)
-            proof = Proof(
-                make=partial(_subject, faults),
-                capture=capture_on(partial(FaultyDevice, faults)),
-                sizes=_SIZES,
-                asked=(PACKED_WEIGHTS, FP8_CACHE, FLASH_ATTENTION),
-            )
-            prove(proof.work, verdict, Patience(budget=_LONGEST), wait=patient)
-            found[f"{path} {kind}"] = [verdict.paths.pop(path), verdict.ops, sorted(verdict.paths.items())]
+    for path, kind in planted.items():
+        faults = {path: kind}
+        others = {name: "" for name in NAMES if name != path}
+        verdict = Verdict(ops_checked=True, possible=NAMES, paths=others)
+        proof = Proof(
+            make=partial(_subject, faults),
+            capture=capture_on(partial(FaultyDevice, faults)),
+            sizes=_SIZES,
+            asked=(PACKED_WEIGHTS, FP8_CACHE, FLASH_ATTENTION),
+        )
+        prove(proof.work, verdict, Patience(budget=_LONGEST), wait=patient)
+        found[path] = [verdict.paths.pop(path), verdict.ops, sorted(verdict.paths.items())]
     print(json.dumps(found))
 
 
@@ -266,7 +264,7 @@ def main(what: str, faults: str = "{}", *given: str) -> int:
     planted: Faults = json.loads(faults)
     match what:
         case "each":
-            _each()
+            _each(planted)
         case "serve":
             _serve(planted)
         case "child":
