@@ -22,6 +22,7 @@ from support.checkpoints import shared_checkpoint, write_tokenizer
 SETTINGS: dict[str, object] = {"kv_memory": 2 << 20, "num_threads": 1, "max_num_seqs": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+A_WHILE = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +110,10 @@ def test_ctrl_c_ends_the_call_and_nothing_else(llm: LLM) -> None:
 
 def test_a_crash_of_the_engine_is_a_pause(llm: LLM) -> None:
     prompts = [f"{number} sheets" for number in range(6)]
-    expected = llm.generate(prompts, LONG, use_tqdm=False)
+    expected = llm.generate(prompts, A_WHILE, use_tqdm=False)
     pid = engine_of(llm).pid
     thread = soon(lambda: os.kill(pid, signal.SIGKILL), llm)
-    outputs = llm.generate(prompts, LONG, use_tqdm=False)
+    outputs = llm.generate(prompts, A_WHILE, use_tqdm=False)
     thread.join()
     assert engine_of(llm).pid != pid
     assert texts(outputs) == texts(expected)
@@ -143,18 +144,7 @@ def test_the_bar_is_on_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == ""
 
 
-def test_close_ends_the_engine_and_its_thread() -> None:
-    made = LLM(str(shared_checkpoint("llama")), **SETTINGS)
-    engine, thread = engine_of(made), made._thread._thread
-    made.close()
-    made.close()
-    assert not engine.is_running()
-    assert not thread.is_alive()
-    with pytest.raises(RuntimeError, match="closed"):
-        made.generate("a", GREEDY)
-
-
-@pytest.mark.matrix  # close() alone is tried beside it
+@pytest.mark.matrix  # close() alone is tried below
 def test_close_from_another_thread_ends_a_call() -> None:
     made = LLM(str(shared_checkpoint("llama")), **SETTINGS)
     thread = soon(made.close, made)
@@ -163,6 +153,7 @@ def test_close_from_another_thread_ends_a_call() -> None:
     thread.join()
 
 
+@pytest.mark.matrix  # close() is tried below, the end of a script in test_llm_scripts.py
 def test_what_nobody_holds_is_ended() -> None:
     made = LLM(str(shared_checkpoint("llama")), **SETTINGS)
     made.generate("a", GREEDY, use_tqdm=False)
@@ -206,7 +197,7 @@ def test_calls_without_parameters_take_the_models_own(tmp_path) -> None:
         LLM(tmp_path, override_generation_config={"warmth": 1}, **SETTINGS)
 
 
-def test_a_model_without_a_chat_template_or_vectors_says_what_works(tmp_path) -> None:
+def test_a_model_without_a_chat_template_or_vectors_says_what_works_and_close_ends_it(tmp_path) -> None:
     source = shared_checkpoint("llama")
     for name in ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).symlink_to(source / name)
@@ -216,3 +207,10 @@ def test_a_model_without_a_chat_template_or_vectors_says_what_works(tmp_path) ->
         with pytest.raises(ValueError, match="pooling none"):
             made.embed("a", use_tqdm=False)
         assert len(made.generate("Hello", GREEDY, use_tqdm=False)) == 1
+        engine, thread = engine_of(made), made._thread._thread
+        made.close()
+        made.close()
+        assert not engine.is_running()
+        assert not thread.is_alive()
+        with pytest.raises(RuntimeError, match="closed"):
+            made.generate("a", GREEDY)

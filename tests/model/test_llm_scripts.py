@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from support.checkpoints import shared_checkpoint
-from support.covering import few
 from support.processes import lives
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -41,6 +40,7 @@ params = SamplingParams(max_tokens=100, ignore_eos=True)
 llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)
 assert "torch" not in sys.modules
 """
+AT_WORK = "threading.Thread(target=lambda: llm.generate('Once', params, use_tqdm=False)).start()\n"
 FORK = """
 if os.fork() == 0:
     try:
@@ -99,11 +99,12 @@ def test_a_script_for_vllm_needs_another_import_and_a_directory(tmp_path: Path) 
         pytest.param("", 0, "", marks=pytest.mark.matrix),
         pytest.param("sys.exit(3)", 3, "", marks=pytest.mark.matrix),  # as its end and an error, with another code
         pytest.param("llm.close()", 0, "", marks=pytest.mark.matrix),
-        ("threading.Thread(target=lambda: llm.generate('Once', params, use_tqdm=False)).start()", 0, ""),
+        pytest.param(AT_WORK, 0, "", marks=pytest.mark.matrix),
         pytest.param(FORK, 0, "", marks=pytest.mark.matrix),
-        ("raise ValueError('of the script')", 1, "ValueError: of the script"),
+        pytest.param("raise ValueError('of the script')", 1, "ValueError: of the script", marks=pytest.mark.matrix),
+        (AT_WORK + "raise ValueError('of the script')", 1, "ValueError: of the script"),
     ],
-    ids=["its end", "exit", "close", "a thread at work", "a fork", "an error"],
+    ids=["its end", "exit", "close", "a thread at work", "a fork", "an error", "an error beside a thread at work"],
 )
 def test_a_script_leaves_no_engine(tmp_path: Path, ending: str, code: int, said: str) -> None:
     done = run(ENDS + ending, tmp_path)
@@ -114,11 +115,8 @@ def test_a_script_leaves_no_engine(tmp_path: Path, ending: str, code: int, said:
     wait_until_gone(int(pid))
 
 
-@pytest.mark.parametrize(
-    "number",
-    few([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], signal.SIGKILL),  # neither is caught
-    ids=lambda number: number.name,
-)
+@pytest.mark.matrix  # an engine ends with its parent: test_supervisor_ends.py
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_script_ended_by_a_signal_leaves_no_engine(tmp_path: Path, number: signal.Signals) -> None:
     """To the whole group, as a terminal sends a Ctrl-C."""
     (tmp_path / "script.py").write_text(ENDS + LONG_CALL)
