@@ -33,7 +33,7 @@ def answers(model: Path, packed: Path) -> list[tuple[list[int], str]]:
         return [(list(each.outputs[0].token_ids), each.outputs[0].text) for each in results]
 
 
-@pytest.mark.matrix  # the commands below take the same file
+@pytest.mark.matrix  # the command below takes the same file
 def test_the_offline_api_gives_the_answers_of_the_embedded_model(demo: Path, tmp_path: Path) -> None:
     assert answers(demo, tmp_path) == answers(demo_model_path(), tmp_path)
     assert answers(demo, tmp_path) == answers(demo_model_path(), tmp_path)  # from packed weights
@@ -58,8 +58,12 @@ def quire(*arguments: str) -> str:
     return done.stdout
 
 
-def test_commands_take_the_file(demo: Path) -> None:
+def test_a_command_takes_the_file(demo: Path) -> None:
     plan = quire("serve", str(demo), "--dry-run", "--device", "cpu", "--kv-memory", "32MiB")
     assert "GGUF, BF16" in plan
+
+
+@pytest.mark.matrix  # what a plan counts: test_gguf_models.py
+def test_the_plan_of_the_file_is_that_of_the_model(demo: Path) -> None:
     memory = [quire("plan", "--kv", "--model", str(each), "--memory", "1GB") for each in (demo, demo_model_path())]
     assert memory[0].splitlines()[-1] == memory[1].splitlines()[-1]

@@ -122,6 +122,7 @@ def test_rows_with_drafts_are_decodes_of_the_same_graphs(monkeypatch):
     assert max(bucket.num_rows for bucket in runner._graphs._captured if isinstance(bucket, Bucket)) <= 40
 
 
+@pytest.mark.matrix  # graphs of rows with drafts: above
 def test_what_rows_cost_is_measured_by_the_same_graphs(monkeypatch):
     built, _ = host()
     gpu, device = on_a_gpu(monkeypatch, built, ahead=True, speculate=speculating("wrong", ahead=True))

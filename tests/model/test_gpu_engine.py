@@ -39,6 +39,8 @@ TOKENS = 24
 # Of a logit: the GPU and the CPU round bf16 products in another order. A wrong kernel is off by whole units.
 TOLERANCE = 0.5
 AGREEMENT = 0.9  # of tokens that are the very argmax of the CPU in float32
+# On a CPU test_bitwise.py and test_speculation.py hold the same, with more models.
+LONG_ON_CPU = (pytest.param("cpu", marks=pytest.mark.matrix), *DEVICES[1:])
 ON_GPU = {"kernels": "triton", "deterministic": True}
 
 
@@ -121,7 +123,7 @@ def test_a_wrong_token_is_found():
         _check_against_the_cpu(answers)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", LONG_ON_CPU)
 def test_a_request_in_any_batch_has_its_own_bits(device):
     """Batches of all sizes up to two dozen choices, so that padded graphs serve some; tokens and log-probabilities."""
     requests = _requests(17)
@@ -145,7 +147,7 @@ def _check_equal(found: dict[tuple[str, int], Generated], expected: dict[tuple[s
         assert result == expected[key], f"{key[0]}, choice {key[1]}"
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.matrix), *DEVICES[1:]])
+@pytest.mark.parametrize("device", LONG_ON_CPU)
 def test_preempted_and_cached_requests_have_their_own_bits(device):
     """In a pool that is too small for all, twice, so that the second time much comes from the prefix cache."""
     requests = _requests(17, tokens=60)
@@ -162,7 +164,7 @@ def test_preempted_and_cached_requests_have_their_own_bits(device):
     assert sum(result.num_cached_tokens for result in second.values()) > 0
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", LONG_ON_CPU)
 def test_guessed_tokens_change_no_bit(device):
     """Prompts that repeat themselves, so that guesses are found, some right and some wrong."""
     requests = _requests(9, tokens=40)
@@ -172,7 +174,7 @@ def test_guessed_tokens_change_no_bit(device):
     assert built.scheduler.stats().total_draft_tokens > 0
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", LONG_ON_CPU)
 def test_the_executor_that_serves_is_the_one_that_waits_for_every_step(device):
     """Graphs, steps ahead and input that is packed change nothing that a client sees."""
     requests = _requests(12)

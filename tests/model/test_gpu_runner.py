@@ -52,7 +52,7 @@ def test_every_way_to_choose():
     both.check()
 
 
-@pytest.mark.parametrize("logits_rows", [1, 3, 1000])
+@pytest.mark.parametrize("logits_rows", few([1, 3, 1000], 3))
 def test_log_probabilities_of_certain_ids(logits_rows):
     both = Both(seed=3, logits_bytes=logits_rows * 4 * 512)
     for i, ids in enumerate([(1, 2, 3), (), (511,), tuple(range(128))]):
@@ -82,7 +82,7 @@ def test_rules_of_the_requests():
     both.check()
 
 
-@pytest.mark.parametrize("logits_rows", [1, 3, 1000])
+@pytest.mark.parametrize("logits_rows", few([1, 3, 1000], 3))
 def test_prompts_that_are_scored(logits_rows):
     both = Both(seed=3, logits_bytes=logits_rows * 4 * 512)
     both.story.add(0, random_ids(25, 0), 3, num_prompt_logprobs=2, num_logprobs=1)
@@ -153,7 +153,7 @@ def test_more_sequences_than_slots_over_time():
     both.check()
 
 
-@pytest.mark.parametrize("bad", [10**4, -7])
+@pytest.mark.parametrize("bad", few([10**4, -7], 10**4))
 def test_who_raises_fails_alone_between_two_steps_in_flight(bad):
     both = Both(seed=8)
     both.story.add(0, random_ids(5, 0), 8)
@@ -191,7 +191,7 @@ def test_a_pending_token_that_nobody_samples_is_an_error_of_its_item():
 NUM_STORIES = 3  # raise it for a long run
 
 
-@pytest.mark.parametrize("mixed", [True, False], indirect=True)
+@pytest.mark.parametrize("mixed", few([True, False], True), indirect=True)
 @pytest.mark.parametrize("seed", few(range(NUM_STORIES), 0))
 def test_random_stories(seed, mixed):
     """Sequences of every kind come, fail, are preempted and go, in whatever order."""

@@ -30,6 +30,8 @@ from support.limits import PLAIN_POLICIES
 from support.model_steps import DEVICES, random_ids
 from support.offline import generate
 
+# On a CPU test_swapped.py holds the same, with more models.
+LONG_ON_CPU = (pytest.param("cpu", marks=pytest.mark.matrix), *DEVICES[1:])
 NUM_BLOCKS, NUM_HOST = 40, 24
 SIZES = StepSizes(batches=(1, 2), context=20, steps=12, prefills=(16, 40), requests=0, lengths=(1, 1), repeat=1)
 
@@ -125,7 +127,7 @@ def requests() -> list[GenerationRequest]:
     ]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", LONG_ON_CPU)
 def test_swapped_requests_and_restored_prefixes_have_their_own_bits(device):
     alone = {}
     solo = built_on(device)
@@ -143,7 +145,7 @@ def test_swapped_requests_and_restored_prefixes_have_their_own_bits(device):
     assert stats.total_swapped_in_blocks > 10
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", LONG_ON_CPU)
 def test_prefixes_from_an_earlier_start_have_their_own_bits(device, tmp_path):
     wanted = [replace(request, n=1) for request in requests()]
     alone = generate(solo := built_on(device), wanted)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 from benchmarks.host_cost import PARTS, run
 
+from support.covering import few
 
-@pytest.mark.parametrize(("sequences", "steps"), [(64, 20), (256, 2)])  # where prompts take many steps to be in, too
+
+@pytest.mark.parametrize(
+    ("sequences", "steps"), few([(64, 20), (256, 2)], (64, 20))
+)  # where prompts take many steps to be in, too
 def test_every_part_of_every_step_is_timed(sequences: int, steps: int) -> None:
     times = run(sequences, steps, 128)
     assert set(times) == {*PARTS, "sum", "model input", "garbage"}

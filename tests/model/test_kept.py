@@ -16,6 +16,7 @@ from quire_engine.contract.types import GenerationRequest, SamplingParams, StopP
 from quire_engine.memory_plan import plan_text
 from quire_engine.scheduling import kept_prefixes
 from support.checkpoints import VOCAB_SIZE
+from support.covering import few
 from support.offline import generate
 
 PROMPT = tuple(3 + 37 * i % (VOCAB_SIZE - 3) for i in range(330))
@@ -49,7 +50,7 @@ def end(built: BuiltEngine) -> None:
     built.store.close(5)
 
 
-@pytest.mark.parametrize("model", ["qwen3", "bf16", "int8-kv", "experts-int4"])
+@pytest.mark.parametrize("model", few(["qwen3", "bf16", "int8-kv", "experts-int4"], "qwen3", "int8-kv"))
 def test_after_a_restart_the_bits_are_those_of_a_computed_prefix(model: str, tmp_path: Path) -> None:
     first = keeping(model, tmp_path / "kv")
     tokens, logprobs, cached = served(first, asked("a", 5, 6))

@@ -115,6 +115,7 @@ def test_the_tokenizer(llm: LLM) -> None:
     assert tokenizer.eos_token_id == tokenizer.encode(tokenizer.eos_token)[-1]
 
 
+@pytest.mark.matrix  # both are asked the same in test_llm.py; what the server answers: tests/api
 def test_the_server_gives_the_same(llm: LLM) -> None:
     pooling = llm._thread._state.pooling.name
     bodies = [{"input": TEXTS, "encoding_format": encoding} for encoding in ("float", "base64")]

@@ -15,6 +15,7 @@ from quire_engine.tools.quality import CONTINUATION_TOKENS, Variant, measure
 from quire_server.text.quality_prompts import CHATS, TEXTS, prompt_ids
 from quire_server.text.tokenizer import TextTokenizer
 from support.checkpoints import shared_checkpoint
+from support.covering import few
 
 INT8, INT4, KV_INT8 = Variant(quantization="int8"), Variant(quantization="int4"), Variant(kv_cache_dtype="int8")
 
@@ -43,7 +44,7 @@ def demo_quality(source: str) -> tuple[Quality, ...]:
     )
 
 
-@pytest.mark.parametrize("source", ["shipped prompts", "its own kind of text"])
+@pytest.mark.parametrize("source", few(["shipped prompts", "its own kind of text"], "shipped prompts"))
 def test_the_embedded_model(source, record_property):
     int8, int4, kv_int8 = demo_quality(source)
     for name, quality in (("int8", int8), ("int4", int4), ("kv int8", kv_int8)):

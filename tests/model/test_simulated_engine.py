@@ -141,8 +141,8 @@ def host() -> tuple[BuiltEngine, dict[tuple[str, int], Generated]]:
     return built, generate(built, requests())
 
 
-# One step ahead with the same requests: in columns, below.
-@pytest.mark.parametrize("ahead", [pytest.param(True, marks=pytest.mark.matrix), False])
+@pytest.mark.matrix  # the same requests, beside others and in columns: below
+@pytest.mark.parametrize("ahead", [True, False])
 def test_clients_see_the_same(monkeypatch, ahead):
     built, right = host()
     gpu, device = on_a_gpu(monkeypatch, built, ahead=ahead)

@@ -51,6 +51,7 @@ def test_outputs_at_temperature_1_are_valid(llm: LLM):
     assert outcomes["valid"] >= LEAST_WHOLE * outcomes.total(), outcomes
 
 
+@pytest.mark.matrix  # the mark's probability: test_thinking_opener.py, and in an engine test_simulated_engine.py
 @pytest.mark.parametrize("switches", [{}, {"enable_thinking": False}])
 def test_a_choice_is_answered_and_not_thought_about(llm: LLM, switches: dict[str, object]):
     """The mark that opens thoughts does not get the probability of all that the choices forbid."""

@@ -19,6 +19,7 @@ from quire_engine.contract.errors import ConfigError
 from quire_engine.contract.types import EngineStats, GenerationRequest, KVSource, SamplingParams, StepOutput, StopParams
 from quire_engine.engine import Engine
 from support.checkpoints import VOCAB_SIZE
+from support.covering import few
 from support.kv_wire import KVWire
 
 PROMPT = tuple(3 + 37 * i % (VOCAB_SIZE - 3) for i in range(330))
@@ -90,7 +91,7 @@ def source(address: str, *, is_computing: bool = False, own_seconds: float = LON
     return KVSource(address=address, is_computing=is_computing, own_seconds=own_seconds)
 
 
-@pytest.mark.parametrize("model", ["qwen3", "bf16", "int8-kv", "experts-int4"])
+@pytest.mark.parametrize("model", few(["qwen3", "bf16", "int8-kv", "experts-int4"], "qwen3", "int8-kv"))
 def test_fetched_blocks_have_the_bits_of_computed_ones(model: str) -> None:
     with sides(model, model) as (prefill, decode):
         prefill.run(asked("p", 5, 6, max_new_tokens=0))
