@@ -8,6 +8,7 @@ from benchmarks import grammar_cost
 from quire_engine.execution.constrained.constraints import Constraints
 
 
+@pytest.mark.matrix  # the benchmark is run below
 def test_the_table_has_a_row_for_each_number_of_streams_and_temperature(capsys):
     before = Constraints.allowed, Constraints.forced
     assert grammar_cost.main(["--streams", "2,3", "--rounds", "1", "--steps", "4", "--threads", "1"]) == 0

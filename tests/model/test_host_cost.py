@@ -9,7 +9,7 @@ from support.covering import few
 
 
 @pytest.mark.parametrize(
-    ("sequences", "steps"), few([(64, 20), (256, 2)], (64, 20))
+    ("sequences", "steps"), few([(16, 5), (64, 20), (256, 2)], (16, 5))
 )  # where prompts take many steps to be in, too
 def test_every_part_of_every_step_is_timed(sequences: int, steps: int) -> None:
     times = run(sequences, steps, 128)

@@ -1,4 +1,4 @@
-"""The offline API gives what the server gives, bit for bit: the same requests to both, to an engine each."""
+"""The offline API gives what the server gives, bit for bit: the same requests to both, over one engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from quire import LLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
 from support.checkpoints import shared_checkpoint
 from support.covering import few
-from support.served_answers import served_answers
+from support.served_answers import answers_of
 
 MODELS = {"demo": lambda: "quire-demo", "llama": lambda: str(shared_checkpoint("llama"))}
 SETTINGS: dict[str, Any] = {"kv_memory": 8 << 20, "num_threads": 1, "max_model_len": 256, "seed": 11}
@@ -83,8 +83,11 @@ class Both:
             (name, i, "chat"): ("/v1/chat/completions", chat_body(CHATS[i], *CHAT_CASES[name])) for name, i in CHATTED
         }
         asked |= {("beams", i): ("/v1/completions", completion_body(PROMPTS[i], BEAMS)) for i in range(len(PROMPTS))}
-        self.served = dict(zip(asked, served_answers(list(asked.values()), model=model, **SETTINGS), strict=True))
         self.llm = LLM(model, **SETTINGS)
+        thread = self.llm._thread
+        assert thread._state is not None
+        replies = thread.call(answers_of(thread._state, list(asked.values())))
+        self.served = dict(zip(asked, replies, strict=True))
         params = [SamplingParams(**CASES[name]) for name, _ in GENERATED]
         outputs = self.llm.generate([PROMPTS[i] for _, i in GENERATED], params, use_tqdm=False)
         self.generated = dict(zip(GENERATED, outputs, strict=True))
@@ -179,6 +182,7 @@ def test_the_prompt_of_a_chat_is_what_the_template_made(both: Both) -> None:
     assert output.prompt.endswith("<|im_start|>assistant\n")
     (again,) = both.llm.generate(output.prompt, SamplingParams(temperature=0), use_tqdm=False)
     assert again.prompt_token_ids == output.prompt_token_ids
+    assert both.llm.chat([], use_tqdm=False) == []
 
 
 def test_the_cases_end_in_every_way(both: Both) -> None:

@@ -17,7 +17,7 @@ import pytest
 from quire import LLM, SamplingParams
 from support.checkpoints import shared_checkpoint
 from support.covering import few
-from support.served_answers import served_answers
+from support.served_answers import answers_of
 
 SETTINGS: dict[str, Any] = {"kv_memory": 8 << 20, "num_threads": 1, "max_model_len": 256}
 TEXTS = ["Once upon a time", "The capital of France is Paris.", "Once upon a time there was", "x" * 200]
@@ -115,13 +115,13 @@ def test_the_tokenizer(llm: LLM) -> None:
     assert tokenizer.eos_token_id == tokenizer.encode(tokenizer.eos_token)[-1]
 
 
-@pytest.mark.matrix  # both are asked the same in test_llm.py; what the server answers: tests/api
 def test_the_server_gives_the_same(llm: LLM) -> None:
-    pooling = llm._thread._state.pooling.name
+    state = llm._thread._state
+    assert state is not None
     bodies = [{"input": TEXTS, "encoding_format": encoding} for encoding in ("float", "base64")]
     pairs = {"text_1": TEXTS[0], "text_2": TEXTS[1:]}
     asked = [*(("/v1/embeddings", body) for body in bodies), ("/v1/score", pairs)]
-    numbers, encoded, scores = served_answers(asked, pooling=pooling, **SETTINGS)
+    numbers, encoded, scores = llm._thread.call(answers_of(state, asked))
     wanted = vectors(llm, TEXTS)
     size = len(wanted[0])
     for own, number, text in zip(wanted, numbers["data"], encoded["data"], strict=True):

@@ -54,7 +54,7 @@ def ranks(model: str, size: int, **changes) -> Iterator[BuiltEngine]:  # type: i
 
 
 @pytest.mark.parametrize(("model", "size"), DIVIDED)
-def test_ranks_give_the_tokens_of_one(model: str, size: int) -> None:
+def test_ranks_give_the_tokens_of_one_and_a_killed_one_ends_the_step(model: str, size: int) -> None:
     """Mixed steps, then prefix hits, then too small a pool with guessed tokens; several choices copy blocks."""
     requests = mixed_requests(16 if (model, size) in USUAL else 24)
     one = build(settings_of(model, num_threads=2, enable_prefix_caching=False))
@@ -89,6 +89,10 @@ def test_ranks_give_the_tokens_of_one(model: str, size: int) -> None:
         assert sum(result.num_preemptions for result in preempted.values()) > 3
         for key, after in generate(built, resumed).items():
             assert after.token_ids == expected[key].token_ids[1:]
+        assert built.ranks is not None
+        os.kill(built.ranks.pids[0], signal.SIGKILL)
+        with pytest.raises(RankLost):
+            generate(built, requests)
 
 
 def test_a_model_whose_rows_are_normed_over_all_heads_needs_two_in_a_rank() -> None:
@@ -132,15 +136,6 @@ def test_the_pool_s_memory_is_that_of_all_ranks() -> None:
     assert (one.num_threads, two.num_threads) == (2, 1)
     four = resolve_plan(settings_of("bf16", tensor_parallel_size=4, num_threads=4))  # two heads of keys, each twice
     assert four.bytes_per_block == 2 * one.bytes_per_block
-
-
-def test_a_killed_rank_ends_the_engine_s_step() -> None:
-    with ranks("bf16", 2) as built:
-        generate(built, mixed_requests(2))
-        assert built.ranks is not None
-        os.kill(built.ranks.pids[0], signal.SIGKILL)
-        with pytest.raises(RankLost):
-            generate(built, mixed_requests(2))
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ def test_the_table_names_functions_that_exist():
         assert callable(resolve_name(name)), name
 
 
+@pytest.mark.matrix  # that the functions exist: above
 def test_the_table_is_the_path(walked: dict[str, tuple[list[str], list[str]]]):
     """Every function of the table is called, and in each half in the table's order."""
     for half, (calls, _) in walked.items():
@@ -113,6 +114,7 @@ def test_the_table_is_the_path(walked: dict[str, tuple[list[str], list[str]]]):
         assert named == sorted(named, key=calls.index)
 
 
+@pytest.mark.matrix
 def test_a_token_crosses_each_function_once(walked: dict[str, tuple[list[str], list[str]]]):
     crossed = [name for _, token in walked.values() for name in token]
     print(f"a streamed token crosses {len(crossed)} functions:", *crossed, sep="\n  ")

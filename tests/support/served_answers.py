@@ -1,7 +1,8 @@
 """What a server answers, with a real engine behind it: the other side of comparisons with the offline API.
 
-Promises: the whole application, called without sockets; the engine and its loop in a thread of this process, which
-has imported torch already; nothing is left running. Must not know: the offline API.
+Promises: the whole application, called without sockets; nothing that is started here is left running. The engine of
+`served_answers` and its loop run in a thread of this process, which has imported torch already. Must not know: the
+offline API.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from quire_server.engine import supervisor
 from quire_server.engine.connection import EngineConnection
 from quire_server.engine.supervisor import Supervisor
 from quire_server.settings import Settings
-from quire_server.state import build_state
+from quire_server.state import ServerState, build_state
 from support.fakes import connect
 
 
@@ -39,12 +40,17 @@ async def _answers(requests: Sequence[tuple[str, dict[str, Any]]], settings: Set
     engine = Supervisor(settings.engine_config())
     state = await build_state(settings, engine, asyncio.create_task(engine.start()))
     try:
-        async with connect(create_app(state), timeout=120, headers={"host": "localhost"}) as client:
-            replies = await asyncio.gather(*(client.post(path, json=body) for path, body in requests))
+        return await answers_of(state, requests)
     finally:
         await engine.stop()
         if state.prompts is not None:
             state.prompts.close()
+
+
+async def answers_of(state: ServerState, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The replies to (path, body), all asked for at once, of a server over this engine; on the state's event loop."""
+    async with connect(create_app(state), timeout=120, headers={"host": "localhost"}) as client:
+        replies = await asyncio.gather(*(client.post(path, json=body) for path, body in requests))
     for reply in replies:
         assert reply.status_code == 200, reply.text
     return [reply.json() for reply in replies]
