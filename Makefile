@@ -17,7 +17,7 @@ CXX_FILES = $(shell find kernels tests -name '*.cpp' -o -name '*.h')
 # What most people need, and the other targets.
 HELP_FIRST := \
   "serve          serve the embedded model, or ARGS=\"/models/X --port 9000\"" \
-  "test           every test that needs neither outside programs nor a GPU; five to ten minutes" \
+  "test           every test that needs neither outside programs nor a GPU; four minutes on two idle cores" \
   "check          formatters, linters, mypy and the architecture's rules" \
   "bench          the host's cost of a step" \
   "everything     what needs no GPU, no internet and no root, one after another; hours"
