@@ -61,10 +61,10 @@ async def run_all(
     async def run(number: int, job: Job, request_id: str) -> None:
         try:
             generation = Generation(
-                job.requests, job.text, tokenizer=state.tokenizer, client=state.client, metrics=state.metrics
+                job.requests, job.text, tokenizer=state.model_text.tokenizer, client=state.client, metrics=state.metrics
             )
             choices = await collect(generation)
-            outputs[number] = request_output(request_id, job, generation, choices, tokenizer=state.tokenizer)
+            outputs[number] = request_output(request_id, job, generation, choices, tokenizer=state.model_text.tokenizer)
         finally:
             for _ in range(job.options.num_sequences):
                 places.release()

@@ -87,7 +87,7 @@ class EngineThread:
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._supervisor is not None:
                 await self._supervisor.stop()
-            if self._state is not None and self._state.prompts is not None:
-                self._state.prompts.close()
+            if self._state is not None:
+                self._state.model_text.close()
         finally:
             self._loop.stop()

@@ -247,10 +247,10 @@ class _Work:
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._turn = asyncio.Lock()
-        self.can_chat = state.prompts is not None
-        self.reads_pairs = not state.scoring.is_cosine
-        self.tokenizer = Tokenizer(state.tokenizer, state.prompts)
-        self.defaults: dict[str, Any] = state.defaults.shown
+        self.can_chat = state.model_text.prompts is not None
+        self.reads_pairs = not state.model_text.scoring.is_cosine
+        self.tokenizer = Tokenizer(state.model_text.tokenizer, state.model_text.prompts)
+        self.defaults: dict[str, Any] = state.model_text.defaults.shown
 
     async def run(
         self,

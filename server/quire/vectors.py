@@ -83,7 +83,7 @@ async def embed_all(
     vectors: list[list[float]] = [[]] * len(requests)
 
     def take(number: int, values: tuple[float, ...]) -> None:
-        vectors[number] = shaped(values, options, state.pooling)
+        vectors[number] = shaped(values, options, state.model_text.pooling)
         on_finished(None)
 
     await compute_vectors(requests, take, client=state.client, metrics=state.metrics)

@@ -143,7 +143,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.state.bodies = BodyReader(bodies, None if placeholder is None else image_placeholder(placeholder))
     app.state.feed = Feed()
     app.state.deep_check = DeepCheck()
-    app.state.watch = Watch(state)
+    app.state.watch = Watch(state.engines, state.names)
     app.state.markdown = MarkdownRenderer()
     app.state.requests = OpenRequests()
     app.state.batches = batches.batch_service(state, app, max_line_bytes=bodies.largest)
@@ -278,7 +278,7 @@ def _without_slash(request: Request) -> str | None:
 def _document(app: FastAPI, state: ServerState, bodies: BodyLimits) -> None:
     framework_document, settings = app.openapi, state.settings
     # Several models have defaults of their own, so the document shows those of the APIs.
-    defaults = state.defaults.sampling if len(state.every) == 1 else {}
+    defaults = state.model_text.defaults.sampling if len(state.every) == 1 else {}
 
     @cache
     def document() -> dict[str, Any]:

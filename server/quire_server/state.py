@@ -7,9 +7,8 @@ while the engine starts. Must not know: routes, sockets.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Annotated, cast
 from fastapi import Query, Request
 
 from quire_engine.contract.config import EnginePlan
-from quire_engine.contract.errors import EngineDead, ModelLoadError
+from quire_engine.contract.errors import ModelLoadError
 from quire_engine.contract.types import AdapterFacts, EnginePort, EngineStats, StepOutput
 from quire_engine.quality_store import stored_quality
 from quire_server.checkpoint.locate import other_names
@@ -40,37 +39,15 @@ from quire_server.metrics.usage import UsageBook
 from quire_server.settings import ServerLimits, Settings
 from quire_server.settings.keys import TenantEntry
 from quire_server.text.fault_points import plant
-from quire_server.text.generation_config import GenerationDefaults
 from quire_server.text.grammar_check import GrammarCheck
-from quire_server.text.model_text import read_model_text
-from quire_server.text.parsing.formats import PLAIN, ModelFormats
-from quire_server.text.pooling_method import PoolingMethod
-from quire_server.text.prompt import ChatTemplate
-from quire_server.text.scoring_method import COSINE, ScoringMethod
+from quire_server.text.model_text import ModelText, read_model_text
 from quire_server.text.text_threads import TextBudget, TextThreads
-from quire_server.text.tokenizer import TextTokenizer
 
 REMEDY_SECONDS = 5.0  # from the detection of a hang to the end of the engine
 
 
-def _engine_serves() -> str | None:
-    return None
-
-
-def _whole() -> float:
-    return 1.0
-
-
-def _never_overdue() -> float:
-    return -math.inf
-
-
 async def _nobody_to_tell() -> None:
     return None
-
-
-async def _nobody_to_ask(_what: str, _argument: str) -> bytes:
-    raise EngineDead("there is no engine to be asked")
 
 
 @dataclass(slots=True)
@@ -90,7 +67,6 @@ class Catalog:
         self.models = models
         for state in self.states:
             state.catalog, state.phase = self, self.states[0].phase
-            state.overdue_seconds = models.overdue_seconds
             state.adapters.is_taken = partial(self._is_others, state)
 
     def find(self, name: str | None) -> ServerState | None:
@@ -130,28 +106,17 @@ class ServerState:
     settings: Settings
     credentials: Credentials
     limits: ServerLimits = field(default_factory=ServerLimits)
-    tokenizer: TextTokenizer
-    prompts: ChatTemplate | None  # None: the model has no chat template
+    model_text: ModelText
     client: EngineClient
+    engines: Engines  # behind the client
     metrics: Metrics
     model_names: tuple[str, ...]  # those that are listed; the first is the one that replies report
-    pooling: PoolingMethod  # the pooling method for embeddings
-    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)  # of requests, as the model has them
     other_names: tuple[str, ...] = ()  # of the model, which requests may use and no list has
-    scoring: ScoringMethod = COSINE  # how pairs of texts are scored
     tenants: Tenants = field(default_factory=Tenants)
-    formats: ModelFormats = PLAIN  # the model's formats of reasoning and tool calls
-    named_formats: Mapping[str, ModelFormats] = field(default_factory=dict)  # of templates other than the usual one
-    engine_trouble: Callable[[], str | None] = _engine_serves  # called at each probe: why the engine cannot serve now
-    replicas: ReplicaSet | None = None  # None: there is one engine
+    replicas: ReplicaSet | None = None  # the engines, if they are a set; None: there is one engine
     adapters: ServedAdapters = field(default_factory=ServedAdapters)  # that requests may name
     # With API servers beside this process: all of them know what holds, and what they have counted is here.
     settle: Callable[[], Awaitable[None]] = _nobody_to_tell
-    inspect: Callable[[str, str], Awaitable[bytes]] = _nobody_to_ask  # `Supervisor.inspect`
-    control: Callable[[str, str], Awaitable[bytes]] = _nobody_to_ask  # `Supervisor.control`
-    # Seconds since the engine should have been killed and replaced; below 0 it is not overdue.
-    overdue_seconds: Callable[[], float] = _never_overdue
-    load_ratio: Callable[[], float] = _whole  # progress of the latest start of the engine, 0 to 1
     names: RequestNames = field(default_factory=RequestNames)
     started: float = field(default_factory=time.time)  # when its engine was ready, seconds since the epoch
     phase: Phase = field(default_factory=Phase)
@@ -168,16 +133,16 @@ class ServerState:
             on_change=self.metrics.text_work,
             on_refused=lambda: self.metrics.reject("max_text_bytes_queued"),
         )
-        self.text = TextThreads(self.tokenizer, self.prompts, texts)
+        self.text = TextThreads(self.model_text.tokenizer, self.model_text.prompts, texts)
         self.replies = ReplyBudget(
             self.limits.max_reply_bytes_waiting,
             on_change=self.metrics.large_replies,
             on_refused=lambda: self.metrics.reject("max_reply_bytes_waiting"),
         )
         folder = Path(self.settings.tokenizer or self.settings.model_path)
-        self.grammars = GrammarCheck(folder, self.tokenizer.eos_token_ids)
+        self.grammars = GrammarCheck(folder, self.model_text.tokenizer.eos_token_ids)
         if self.settings.faults:
-            plant(self.settings.faults, self.tokenizer, self.prompts, self.grammars)
+            plant(self.settings.faults, self.model_text.tokenizer, self.model_text.prompts, self.grammars)
 
     def change_tenants(self, entries: Sequence[TenantEntry]) -> None:
         """Tenants were read again: other keys, weights and limits hold for requests that come from now on."""
@@ -210,7 +175,7 @@ class ServerState:
         """Whether the model is in memory, as its clients see it."""
         if self.catalog is not None:
             return self.catalog.models.engines[self.model_names[0]].state
-        return "loaded" if self.engine_trouble() is None else "restarting"
+        return "loaded" if self.engines.trouble() is None else "restarting"
 
     @property
     def max_model_len(self) -> int:
@@ -222,13 +187,13 @@ class ServerState:
         """The plan of all engines together: their pools, seats and threads."""
         return self.client.plan if self.replicas is None else self.replicas.whole_plan(self.client.plan)
 
-    def formats_of(self, template: ChatTemplate | None) -> ModelFormats:
-        """The formats of replies to prompts of that template."""
-        return self.formats if template is None else self.named_formats.get(template.name, self.formats)
-
     def unready_reason(self) -> str | None:
         """A few words for a probe's reply, such as "draining" or "engine restarting"; None when serving."""
-        return "draining" if self.draining else self.engine_trouble()
+        if self.draining:
+            return "draining"
+        if self.catalog is not None:
+            return self.catalog.models.trouble_of(self.model_names[0])
+        return self.engines.trouble()
 
     def server_unready_reason(self) -> str | None:
         """Return why the server is not ready, or None; with several models, all of them together."""
@@ -238,7 +203,8 @@ class ServerState:
 
     def fatal_reason(self) -> str | None:
         """Why the process must be restarted; None while it can recover by itself."""
-        if self.overdue_seconds() > REMEDY_SECONDS:  # the supervisor should have replaced it
+        watched = self.engines if self.catalog is None else self.catalog.models
+        if watched.overdue_seconds() > REMEDY_SECONDS:  # the supervisor should have replaced it
             return "engine hung"
         return "task ended" if any(task.done() for task in self.tasks) else None
 
@@ -345,24 +311,14 @@ async def build_state(
         settings=settings,
         limits=limits or ServerLimits(),
         credentials=credentials,
-        tokenizer=text.tokenizer,
-        prompts=text.prompts,
+        model_text=text,
         client=client,
+        engines=engines,
         tenants=tenants,
         metrics=metrics,
         model_names=settings.model_names,
         other_names=other_names(settings),
-        formats=text.formats,
-        named_formats=text.named_formats,
-        defaults=text.defaults,
-        pooling=text.pooling,
-        scoring=text.scoring,
         replicas=replicas,
-        inspect=engines.inspect,
-        control=engines.control,
-        overdue_seconds=engines.overdue_seconds,
-        load_ratio=engines.load_ratio,
-        engine_trouble=engines.trouble,
         adapters=adapters,
     )
 
@@ -430,7 +386,6 @@ def _follow(state: ServerState, catalog: Catalog) -> None:
     """Let the model's health, metrics and plan follow its engine."""
     name = state.model_names[0]
     engine, metrics = catalog.models.engines[name], state.metrics
-    state.engine_trouble = partial(catalog.models.trouble_of, name)
     state.client.seconds_until_engine = partial(catalog.models.seconds_until_loaded, name)
     metrics.models.now = lambda: (engine.state, engine.memory_bytes)
 

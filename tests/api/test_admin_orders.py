@@ -171,7 +171,7 @@ async def test_the_prefix_cache_is_emptied_by_the_engine() -> None:
         return answer.body
 
     async with operated() as it:
-        it.state.control = control
+        it.state.engines.control = control
         first = await it.order("/admin/reset-prefix-cache")
         assert first["host_blocks"] == 0
         assert first["device_blocks"] > 0  # type: ignore[operator]
@@ -185,7 +185,7 @@ async def test_an_engine_that_is_gone_is_a_503() -> None:
         raise EngineDead("no engine is there to be asked")
 
     async with operated() as it:
-        it.state.control = control
+        it.state.engines.control = control
         reply = await it.client.post("/admin/reset-prefix-cache")
         assert reply.status_code == 503
         assert reply.headers["retry-after"] == "2"

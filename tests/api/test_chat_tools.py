@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -48,11 +49,14 @@ class Model:
         self._ids = [*known.encode(text, add_special_tokens=False), EOS]
         own = ChatTemplate(template, known, variants=variants) if tokenizer or variants else template
         state = make_state(engine=self.engine, template=own)
-        state.tokenizer = known
-        state.formats = model_formats("auto", "auto", known, template)
-        state.named_formats = {
-            name: model_formats("auto", "auto", known, source) for name, source in (variants or {}).items()
-        }
+        state.model_text = replace(
+            state.model_text,
+            tokenizer=known,
+            formats=model_formats("auto", "auto", known, template),
+            named_formats={
+                name: model_formats("auto", "auto", known, source) for name, source in (variants or {}).items()
+            },
+        )
         self._app = make_app(state)
 
     def said(self, _: GenerationRequest, __: int) -> Sequence[int]:

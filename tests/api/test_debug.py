@@ -50,7 +50,7 @@ async def asked(**limits: object) -> AsyncIterator[Asked]:
         return answer.body
 
     state = make_state(engine=fake)
-    state.inspect = inspect
+    state.engines.inspect = inspect
     async with connect(make_app(state), headers={"host": "localhost"}) as client:
         yield Asked(client, run, fake, state.names)
 
@@ -224,7 +224,7 @@ async def test_an_engine_that_is_gone_is_a_503() -> None:
     async def inspect(_what: str, _argument: str) -> bytes:
         raise EngineDead("the engine process ended while it was asked")
 
-    state.inspect = inspect
+    state.engines.inspect = inspect
     async with connect(make_app(state), headers={"host": "localhost"}) as client:
         for path in ("/debug/steps", "/debug/requests", "/debug/requests/a", "/debug/kv", "/debug/kv/audit"):
             reply = await client.get(path)

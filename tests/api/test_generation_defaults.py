@@ -35,7 +35,7 @@ async def submitted(
     """The engine's request for one of a client."""
     if state is None:
         state = make_state()
-    state.defaults, engine = defaults, state.client._port  # the fake
+    state.model_text, engine = replace(state.model_text, defaults=defaults), state.client._port  # the fake
     async with connect(make_app(state)) as client:
         reply = await client.post(path, json=DIALECTS.get(path, {}) | fields)
     assert reply.status_code == 200, reply.text
@@ -76,7 +76,7 @@ async def test_without_defaults_they_are_openais(path: str) -> None:
 )
 async def test_the_document_shows_the_defaults_that_hold(defaults: GenerationDefaults) -> None:
     state = make_state()
-    state.defaults = defaults
+    state.model_text = replace(state.model_text, defaults=defaults)
     schemas = make_app(state).openapi()["components"]["schemas"]
     bodies = {
         "CompletionRequest": "/v1/completions",
@@ -110,7 +110,7 @@ async def test_the_operators_limit_holds_for_all() -> None:
     for path in DIALECTS:
         assert (await submitted(path, limited)).stop.max_new_tokens == min(7, 5 if path == "/v1/messages" else 7)
     state = make_state()
-    state.defaults = limited
+    state.model_text = replace(state.model_text, defaults=limited)
     async with connect(make_app(state)) as client:
         reply = await client.post("/v1/chat/completions", json={"messages": SAY, "max_tokens": 30})
     assert reply.headers["x-quire-clamped"] == "max_tokens=7"
@@ -137,7 +137,7 @@ async def test_beams_are_ranked_by_the_model_alone() -> None:
 
 async def test_clients_see_them() -> None:
     state = make_state()
-    state.defaults = DEFAULTS
+    state.model_text = replace(state.model_text, defaults=DEFAULTS)
     async with connect(make_app(state)) as client:
         (model, _) = (await client.get("/v1/models")).json()["data"]
         reply = (await client.post("/v1/responses", json={"input": "hi"})).json()

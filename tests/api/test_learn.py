@@ -69,7 +69,7 @@ async def told(**settings: object) -> AsyncIterator[Told]:
         asyncio.timeout(300),
     ):
         it = Told(run, state, client)
-        state.inspect, state.control = it.inspect, it.control
+        state.engines.inspect, state.engines.control = it.inspect, it.control
         yield it
 
 

@@ -150,7 +150,7 @@ def hermes(text: str) -> FastAPI:
     tokenizer = load_tokenizer()
     ids = (*tokenizer.encode(text, add_special_tokens=False), EOS)
     state = make_state(engine=FakeEngine(replies=lambda request, choice: ids), template=HERMES)
-    state.formats = model_formats("auto", "auto", tokenizer, HERMES)
+    state.model_text = replace(state.model_text, formats=model_formats("auto", "auto", tokenizer, HERMES))
     return make_app(state)
 
 

@@ -27,8 +27,8 @@ async def statuses(state: ServerState) -> tuple[int, int, str]:
 @pytest.mark.parametrize(("overdue", "status"), [(-5.0, 200), (REMEDY_SECONDS - 0.1, 200), (REMEDY_SECONDS + 0.1, 503)])
 async def test_an_engine_that_nobody_replaces_though_it_hangs_is_not_survived(overdue: float, status: int) -> None:
     state = make_state()
-    state.overdue_seconds = lambda: overdue
-    state.engine_trouble = lambda: "engine stuck"
+    state.engines.overdue_seconds = lambda: overdue
+    state.engines.trouble = lambda: "engine stuck"
     assert await statuses(state) == (status, 503, "engine_stuck" if status == 200 else "engine_hung")
 
 
@@ -44,7 +44,7 @@ async def test_a_task_that_has_ended_is_not_survived() -> None:
 
 async def test_an_engine_that_restarts_is_alive() -> None:
     state = make_state()
-    state.engine_trouble = lambda: "engine restarting"
+    state.engines.trouble = lambda: "engine restarting"
     assert await statuses(state) == (200, 503, "engine_restarting")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ async def posted(
     """The reply, and the prompts that the engine got."""
     engine = FakeEngine()
     state = make_state(engine=engine, pooling="mean" if scoring is None else "last", template=template)
-    state.scoring = scoring or state.scoring
+    state.model_text = replace(state.model_text, scoring=scoring or state.model_text.scoring)
     async with connect(make_app(state)) as client:
         reply = await client.post(path, json=fields)
     assert reply.status_code == status, reply.text

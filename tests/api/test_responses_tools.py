@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -45,7 +46,7 @@ class Model:
 
     def app(self) -> Any:
         state = make_state(engine=self.engine, max_model_len=1500, template=TEMPLATE)
-        state.formats = model_formats("auto", "auto", load_tokenizer(), TEMPLATE)
+        state.model_text = replace(state.model_text, formats=model_formats("auto", "auto", load_tokenizer(), TEMPLATE))
         return make_app(state)
 
     def prompt(self, number: int = -1) -> str:

@@ -158,13 +158,13 @@ async def test_token_routes_know_their_model(path: str) -> None:
 async def test_long_texts_are_encoded_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     state = make_state()
     threads: list[int] = []
-    encode = state.tokenizer.encode
+    encode = state.model_text.tokenizer.encode
 
     def recorded(text: str, *, add_special_tokens: bool) -> list[int]:
         threads.append(threading.get_ident())
         return encode(text, add_special_tokens=add_special_tokens)
 
-    monkeypatch.setattr(state.tokenizer, "encode", recorded)
+    monkeypatch.setattr(state.model_text.tokenizer, "encode", recorded)
     async with connect(make_app(state)) as client:
         for text in ("short", "long " * 10_000):
             reply = (await client.post("/tokenize", json={"prompt": text})).json()
@@ -209,7 +209,7 @@ async def test_ready_while_serving() -> None:
 async def test_not_ready_while_the_engine_is_in_trouble(reason: str) -> None:
     state = make_state()
     trouble: str | None = reason
-    state.engine_trouble = lambda: trouble
+    state.engines.trouble = lambda: trouble
     async with connect(make_app(state)) as client:
         for path in ("/health", "/health/ready"):
             reply = await client.get(path)

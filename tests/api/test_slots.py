@@ -62,7 +62,7 @@ async def test_slots_are_the_running_sequences_and_the_free_places() -> None:
     async def inspect(what: str, argument: str) -> bytes:
         return inspected(engine, Inspect(token=1, what=what, argument=argument)).body
 
-    state.inspect = inspect
+    state.engines.inspect = inspect
     async with connect(make_app(state)) as client:
 
         async def slots(key: str) -> list[dict[str, Any]]:

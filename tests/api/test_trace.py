@@ -27,7 +27,7 @@ def served(run: Run, **settings: object) -> Any:
         return inspected(engine, Inspect(token=1, what=what, argument=argument)).body
 
     state = make_state(**settings)
-    state.inspect = inspect
+    state.engines.inspect = inspect
     return make_app(state)
 
 

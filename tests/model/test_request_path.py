@@ -83,8 +83,7 @@ async def walk(report: Path) -> Trace:
     finally:
         sys.setprofile(None)
         await supervisor.stop()
-        if state.prompts is not None:
-            state.prompts.close()
+        state.model_text.close()
     assert frames > WHICH_TOKEN + 1, "too short a stream to look at"
     return trace
 

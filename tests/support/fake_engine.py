@@ -7,9 +7,11 @@ Must not know: torch, sockets.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from quire_engine.contract.errors import EngineDead
 from quire_engine.contract.types import (
     EngineHealth,
     EngineStats,
@@ -33,6 +35,8 @@ def default_reply(request: GenerationRequest, choice: int) -> Sequence[int]:
 
 class FakeEngine:
     """An `EnginePort` on the event loop: each step gives every unfinished choice its next scripted token.
+
+    Asked as `Engines` are, it serves and knows nothing.
 
     `replies(request, choice)` gives the token ids (cyclic); `hold()` stops time and `release()` lets it go on;
     `held` are the ids of those that were set aside and get no tokens, `num_holds` how often any was;
@@ -66,6 +70,21 @@ class FakeEngine:
         self._gate = asyncio.Event()
         self._gate.set()
         self._stepping: asyncio.Task[None] | None = None
+
+    def trouble(self) -> str | None:
+        return None
+
+    def overdue_seconds(self) -> float:
+        return -math.inf
+
+    def load_ratio(self) -> float:
+        return 1.0
+
+    async def inspect(self, what: str, argument: str = "{}") -> bytes:
+        raise EngineDead("there is no engine to be asked")
+
+    async def control(self, what: str, argument: str = "{}") -> bytes:
+        raise EngineDead("there is no engine to be asked")
 
     @property
     def live(self) -> tuple[str, ...]:

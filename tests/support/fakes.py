@@ -102,12 +102,16 @@ def make_state(
     from quire_server.metrics.usage import UsageBook
     from quire_server.settings import ServerLimits
     from quire_server.state import ServerState, tenants_of
+    from quire_server.text.generation_config import GenerationDefaults
+    from quire_server.text.model_text import ModelText
+    from quire_server.text.parsing.formats import PLAIN
     from quire_server.text.pooling_method import pooling_method
+    from quire_server.text.scoring_method import COSINE
 
     settings.setdefault("allowed_hosts", ("*",))  # clients of tests call it as they like
     settings.setdefault("tokenizer", str(tokenizer_path()))  # as the processes that try grammars know it
     plan = make_plan(max_model_len=max_model_len)
-    tokenizer = load_tokenizer()
+    tokenizer, engine = load_tokenizer(), engine or FakeEngine()
     limits = {each.name: settings.pop(each.name) for each in fields(ServerLimits) if each.name in settings}
     options = _make_settings(settings)
     tenants = tenants_of(options, options.tenant_list)
@@ -122,10 +126,18 @@ def make_state(
         settings=options,
         credentials=Credentials(options),
         limits=ServerLimits(**limits),  # type: ignore[arg-type]
-        tokenizer=tokenizer,
-        prompts=_chat_template(template, tokenizer) if isinstance(template, str) else template,
+        model_text=ModelText(
+            tokenizer=tokenizer,
+            prompts=_chat_template(template, tokenizer) if isinstance(template, str) else template,
+            pooling=pooling_method(settings.get("pooling", "auto"), tokenizer_path()),
+            defaults=GenerationDefaults(),
+            scoring=COSINE,
+            formats=PLAIN,
+            named_formats={},
+        ),
+        engines=engine,
         client=EngineClient(
-            engine or FakeEngine(),
+            engine,
             plan=plan,
             limits=QueueLimits(max_sequences=max_queued_sequences),
             metrics=metrics,
@@ -134,7 +146,6 @@ def make_state(
         tenants=tenants,
         metrics=metrics,
         model_names=model_names,
-        pooling=pooling_method(settings.get("pooling", "auto"), tokenizer_path()),
     )
 
 

@@ -38,4 +38,4 @@ def fim_state(path: Path, engine: FakeEngine) -> ServerState:
     """Call inside an event loop."""
     state = make_state(engine=engine)
     state.client.plan = replace(state.client.plan, vocab_size=VOCAB_SIZE + len(QWEN))
-    return replace(state, tokenizer=fim_tokenizer(path))
+    return replace(state, model_text=replace(state.model_text, tokenizer=fim_tokenizer(path)))

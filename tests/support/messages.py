@@ -9,6 +9,7 @@ import copy
 import json
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -44,7 +45,9 @@ class Model:
         self._texts = texts
         self.engine = FakeEngine(replies=self._said)
         self.state = make_state(engine=self.engine, template=template, **state)
-        self.state.formats = model_formats(calls, "auto", load_tokenizer(), template)
+        self.state.model_text = replace(
+            self.state.model_text, formats=model_formats(calls, "auto", load_tokenizer(), template)
+        )
 
     @property
     def prompt(self) -> str:

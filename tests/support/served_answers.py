@@ -43,8 +43,7 @@ async def _answers(requests: Sequence[tuple[str, dict[str, Any]]], settings: Set
         return await answers_of(state, requests)
     finally:
         await engine.stop()
-        if state.prompts is not None:
-            state.prompts.close()
+        state.model_text.close()
 
 
 async def answers_of(state: ServerState, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:

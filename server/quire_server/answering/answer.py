@@ -150,7 +150,7 @@ async def answer(
     generation = generation_class(job)(
         job.requests,
         job.text,
-        tokenizer=state.tokenizer,
+        tokenizer=state.model_text.tokenizer,
         client=state.client,
         metrics=state.metrics,
         max_waiting=state.limits.stream_buffer_tokens if options.reply.stream else None,
@@ -161,7 +161,7 @@ async def answer(
         model=options.model or state.model_names[0],
         system_fingerprint=fingerprint(state.client.plan, job.requests[0].adapter),
     )
-    rendering = renderer(head, job, generation, tokenizer=state.tokenizer)
+    rendering = renderer(head, job, generation, tokenizer=state.model_text.tokenizer)
     if options.reply.stream:
         return EventStream(
             generation.deltas(),

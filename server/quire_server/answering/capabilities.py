@@ -15,9 +15,9 @@ def capabilities(state: ServerState) -> list[Capability]:
     can_write = not state.client.plan.scheduler.why_no_text
     found: dict[Capability, bool] = {
         "completion": can_write,
-        "tools": can_write and state.prompts is not None,
-        "thinking": can_write and state.formats.marks is not None,
-        "insert": can_write and Infilling.of(state.tokenizer) is not None,
-        "embedding": state.pooling.name != "none",
+        "tools": can_write and state.model_text.prompts is not None,
+        "thinking": can_write and state.model_text.formats.marks is not None,
+        "insert": can_write and Infilling.of(state.model_text.tokenizer) is not None,
+        "embedding": state.model_text.pooling.name != "none",
     }
     return [capability for capability, has in found.items() if has]

@@ -84,14 +84,14 @@ def reply_parsing(state: ServerState, options: GenerationOptions, prompt: str) -
 def template_of(state: ServerState, options: GenerationOptions) -> ChatTemplate | None:
     """The chat template of a request; None: it has no conversation, or the model no template. Raises BadRequest."""
     source = options.prompt.source
-    if state.prompts is None or not isinstance(source, Conversation):
+    if state.model_text.prompts is None or not isinstance(source, Conversation):
         return None
-    return state.prompts.chosen(has_tools=bool(source.tools), name=source.template)
+    return state.model_text.prompts.chosen(has_tools=bool(source.tools), name=source.template)
 
 
 def _formats(state: ServerState, options: GenerationOptions) -> ModelFormats:
     """The formats of replies to a request."""
-    return state.formats_of(template_of(state, options))
+    return state.model_text.formats_of(template_of(state, options))
 
 
 def _call_format(state: ServerState, options: GenerationOptions) -> ToolFormat | None:
@@ -101,7 +101,7 @@ def _call_format(state: ServerState, options: GenerationOptions) -> ToolFormat |
     reply.
     """
     template = template_of(state, options)
-    calls = state.formats_of(template).calls
+    calls = state.model_text.formats_of(template).calls
     if calls.reads_thoughts:
         return calls
     shows_tools = template is not None and template.shows_tools
@@ -156,8 +156,8 @@ def _budget(state: ServerState, options: GenerationOptions, *, is_open: bool) ->
     if marks is None or most is None:
         return None
     return ThinkingParams(
-        start_ids=tuple(state.tokenizer.encode(marks.start, add_special_tokens=False)),
-        end_ids=tuple(state.tokenizer.encode(marks.end, add_special_tokens=False)),
+        start_ids=tuple(state.model_text.tokenizer.encode(marks.start, add_special_tokens=False)),
+        end_ids=tuple(state.model_text.tokenizer.encode(marks.end, add_special_tokens=False)),
         is_open=is_open,
         max_tokens=most,
     )
@@ -174,7 +174,7 @@ async def infill_prompts(
 
     Raises BadRequest, also where the model has no tokens for it, and ContextLengthExceeded.
     """
-    infilling = Infilling.of(state.tokenizer)
+    infilling = Infilling.of(state.model_text.tokenizer)
     if infilling is None:
         raise Unsupported(
             f"'{infill.param}' is not supported by this model: its tokenizer has no tokens for the middle of a text.",
@@ -186,7 +186,7 @@ async def infill_prompts(
         parts = Parts(
             prefix=prefix, suffix=infill.suffix, begun=infill.begun, extras=infill.extras, add_special_tokens=special
         )
-        limits.check_length(state.tokenizer.least_tokens(parts.num_chars), infill.param, is_exact=False)
+        limits.check_length(state.model_text.tokenizer.least_tokens(parts.num_chars), infill.param, is_exact=False)
         prompts.append(await state.text.infill(infilling, parts))
     stop_ids = (*options.stop.token_ids, *infilling.stop_ids)
     return prompts, replace(options, stop=replace(options.stop, token_ids=tuple(dict.fromkeys(stop_ids))))
@@ -328,8 +328,8 @@ def admit(request: Request, model: str | None) -> ServerState:
 async def prepare(state: ServerState, options: GenerationOptions, caller: Caller | None = None) -> Job:
     """Check prompts and parameters against the model and the pool. Raises BadRequest, ContextLengthExceeded."""
     _refuse_other_models(state)
-    most_tokens = state.defaults.most_tokens
-    limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs, most_tokens)
+    tokenizer, most_tokens = state.model_text.tokenizer, state.model_text.defaults.most_tokens
+    limits = ModelLimits.of(state.client.plan, tokenizer, state.settings.max_logprobs, most_tokens)
     options = _completed(state, options)
     source, parsing = options.prompt.source, None
     if isinstance(source, Conversation):
@@ -337,9 +337,9 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
         source, parsing = [rendered], reply_parsing(state, options, rendered)
     elif options.prompt.infill is not None:
         source, options = await infill_prompts(state, source, options, options.prompt.infill, limits)
-    _refuse_too_long(source, options, state.tokenizer, limits)
+    _refuse_too_long(source, options, tokenizer, limits)
     prompts, texts = await _encode_prompts(state, source, options, limits)
-    sampling = resolve_sampling(options, tokenizer=state.tokenizer, limits=limits)
+    sampling = resolve_sampling(options, tokenizer=tokenizer, limits=limits)
     sampling = sampling if parsing is None else replace(sampling, thinking=parsing.thinking)
     caller = caller or Caller()
     grammar, opener = await _grammar(state, options, parsing, caller.cache_scope)
@@ -352,7 +352,7 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
             await asyncio.sleep(0)  # the seeds of many long prompts are digests of all their ids
         if not token_ids:
             raise BadRequest("The prompt is empty: it has no tokens.", param=options.prompt.param)
-        stop = resolve_stop(options, sampling, prompt_tokens=len(token_ids), tokenizer=state.tokenizer, limits=limits)
+        stop = resolve_stop(options, sampling, prompt_tokens=len(token_ids), tokenizer=tokenizer, limits=limits)
         request = GenerationRequest(
             request_id=secrets.token_hex(12),
             prompt_token_ids=tuple(token_ids),
@@ -380,14 +380,14 @@ async def prepare(state: ServerState, options: GenerationOptions, caller: Caller
 
 def _completed(state: ServerState, options: GenerationOptions) -> GenerationOptions:
     """Fill in what the request leaves out, by the model's defaults and the server's settings."""
-    options = with_defaults(options, state.defaults.sampling, state.defaults.max_tokens)
+    options = with_defaults(options, state.model_text.defaults.sampling, state.model_text.defaults.max_tokens)
     if state.settings.enable_force_include_usage:
         options = replace(options, reply=replace(options.reply, usage_at_end=True, usage_always=True))
     return options
 
 
 def _refuse_other_models(state: ServerState) -> None:
-    if state.scoring.classifier is not None:
+    if state.model_text.scoring.classifier is not None:
         raise BadRequest(
             "This model classifies texts and cannot generate text; use /classify, /v1/score or /v1/rerank.",
             code="generation_not_supported",
@@ -424,7 +424,7 @@ async def _grammar(
         options,
         tool_format=None if parsing is None else parsing.call_format,
         thinking=None if parsing is None else parsing.thoughts,
-        token_id=state.tokenizer.token_id,
+        token_id=state.model_text.tokenizer.token_id,
     )
     # Schemas are compiled beside the event loop: large ones take longer than it may pause.
     is_short = options.tools is None and (options.structure is None or options.structure.kind != "json_schema")
@@ -436,7 +436,7 @@ async def _grammar(
 
 async def count_prompt_tokens(state: ServerState, options: GenerationOptions) -> int:
     """The number of tokens of all prompts, whether they fit or not. Raises BadRequest."""
-    limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs)
+    limits = ModelLimits.of(state.client.plan, state.model_text.tokenizer, state.settings.max_logprobs)
     source = options.prompt.source
     if isinstance(source, Conversation):
         source = [await _render(state, source, options)]
@@ -475,7 +475,7 @@ async def _encode_prompts(
             texts.append(prompt)
         else:
             skip = options.reply.skip_special_tokens
-            texts.append(state.tokenizer.decode(token_ids, skip_special_tokens=skip))
+            texts.append(state.model_text.tokenizer.decode(token_ids, skip_special_tokens=skip))
     return prompts, texts
 
 
@@ -561,7 +561,7 @@ def _without_effect(state: ServerState, options: GenerationOptions) -> list[str]
         form = _call_format(state, options)
         if form is not None and not form.writes_json:
             names.append("tools.format")
-    if options.reasoning.max_tokens is not None and state.formats_of(template).marks is None:
+    if options.reasoning.max_tokens is not None and state.model_text.formats_of(template).marks is None:
         names.append(options.reasoning.max_tokens_param)
     if options.prediction and state.settings.speculation == "off":
         names.append("prediction")

@@ -83,7 +83,7 @@ async def answer_rerank(
 async def answer_classes(request: Request, options: VectorOptions, *, activates: bool) -> Response:
     """The classes' probabilities of each text. Raises as `answer_scores`."""
     state = state_of(request)
-    classifier = state.scoring.classifier
+    classifier = state.model_text.scoring.classifier
     if classifier is None:
         raise BadRequest(
             "This model does not classify: it is not a …ForSequenceClassification.", code="classification_not_supported"
@@ -112,7 +112,7 @@ async def _scores(request: Request, options: PairOptions) -> tuple[list[float], 
 
 async def asked_texts(state: ServerState, options: PairOptions) -> VectorOptions:
     """The texts that the engine computes: each one, or each pair as one prompt. Raises BadRequest."""
-    method, texts = state.scoring, options.texts
+    method, texts = state.model_text.scoring, options.texts
     if method.classifier is not None and len(method.classifier.labels) > 1:
         count = len(method.classifier.labels)
         raise BadRequest(f"This model tells {count} classes apart, and a score needs one; use /classify.")
@@ -138,7 +138,7 @@ async def compute_scores(
     state: ServerState, options: PairOptions, asked: VectorOptions, requests: Sequence[GenerationRequest]
 ) -> tuple[list[float], VectorUsage]:
     """The scores, once the requests for the `asked` texts are prepared. Raises QueueFull, EngineFailed."""
-    method = state.scoring
+    method = state.model_text.scoring
     if method.is_cosine:
         return await _cosines(state, options, asked, requests)
     scores = [0.0] * len(requests)
@@ -164,7 +164,7 @@ async def _cosines(
     vectors: list[array[float]] = [array("d")] * len(requests)
 
     def take(number: int, values: Sequence[float]) -> None:
-        vectors[number] = array("d", shaped(values, asked, state.pooling))
+        vectors[number] = array("d", shaped(values, asked, state.model_text.pooling))
 
     usage = await compute_vectors(requests, take, client=state.client, metrics=state.metrics)
     scores = []
@@ -192,7 +192,7 @@ async def _joined(state: ServerState, left: TextInput, right: TextInput, options
             raise BadRequest("The text is empty: it has no tokens.", param=side.param)
     most = options.texts.keep_tokens
     if most is not None:
-        largest = state.max_model_len - (state.scoring.answers is not None)
+        largest = state.max_model_len - (state.model_text.scoring.answers is not None)
         most = largest if most == -1 else min(most, largest)
     ids = await _pair_ids(state, one, other, options)
     for _ in range(_CUTS):
@@ -211,7 +211,7 @@ async def _joined(state: ServerState, left: TextInput, right: TextInput, options
 async def _pair_ids(state: ServerState, one: str, other: str, options: PairOptions) -> Sequence[int]:
     """The tokens of a pair: by a chat template with a place for both, the reranker's prompt, or one after the other."""
     text: str | None = None
-    if state.prompts is not None and state.prompts.shows_pairs:
+    if state.model_text.prompts is not None and state.model_text.prompts.shows_pairs:
         messages: list[Mapping[str, object]] = [
             *([{"role": "system", "content": options.instruction}] if options.instruction else []),
             {"role": "query", "content": one},
@@ -223,7 +223,7 @@ async def _pair_ids(state: ServerState, one: str, other: str, options: PairOptio
             continue_final_message=False,
             kwargs={"instruction": options.instruction} if options.instruction else {},
         )
-    elif state.scoring.answers is not None:
+    elif state.model_text.scoring.answers is not None:
         text = question(one, other, options.instruction)
     if text is not None:
         return await state.text.encode(text, add_special_tokens=False)

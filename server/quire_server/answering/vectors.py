@@ -101,7 +101,7 @@ async def embedding_lists(
     state = state_of(request)
     headers = vector_notes(state, options)
     requests = await prepared(request, options)
-    method = state.pooling
+    method = state.model_text.pooling
     size = options.dimensions or method.size(state.client.plan.hidden_size)
     held = state.replies.hold()
     held.grow(len(requests) * size * (_TEXT_BYTES if as_text else _NUMBER_BYTES))
@@ -222,13 +222,13 @@ async def prepare_vectors(
     state: ServerState, options: VectorOptions, caller: Caller | None = None
 ) -> list[GenerationRequest]:
     """An engine request for each text. Raises BadRequest, ContextLengthExceeded."""
-    method = state.pooling
+    method = state.model_text.pooling
     if method.name == "none" and not options.answers:
         raise BadRequest(f"This server makes no embeddings: {method.reason}.", code="embeddings_not_supported")
     size = method.size(state.client.plan.hidden_size)
     if options.dimensions is not None and options.dimensions > size:
         raise BadRequest(f"'dimensions' is at most {size} for this model.", param="dimensions")
-    limits = ModelLimits.of(state.client.plan, state.tokenizer, state.settings.max_logprobs)
+    limits = ModelLimits.of(state.client.plan, state.model_text.tokenizer, state.settings.max_logprobs)
     adapter = state.adapters.bound(options.model)
     by_priority = limits.scheduler.limits.scheduling_policy == "priority"
     requests: list[GenerationRequest] = []
@@ -357,7 +357,7 @@ async def _token_ids(state: ServerState, each: TextInput, options: VectorOptions
     keep = limits.scheduler.max_model_len if options.keep_tokens == -1 else options.keep_tokens
     token_ids: Sequence[int]
     is_text = isinstance(each.source, str)
-    least = state.tokenizer.least_tokens(len(each.source)) if is_text else len(each.source)
+    least = state.model_text.tokenizer.least_tokens(len(each.source)) if is_text else len(each.source)
     if keep is None and least > limits.scheduler.max_model_len:
         raise _too_long(limits.scheduler.max_model_len, f"{'at least ' if is_text else ''}{least}", each.param)
     if isinstance(each.source, str):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -35,22 +35,18 @@ class Names(Protocol):
 
 
 class Asked(Protocol):
-    """The server's state, of which the watch needs these."""
+    """The engines, of which the watch needs these."""
 
-    @property
-    def inspect(self) -> Callable[[str, str], Awaitable[bytes]]: ...
-    @property
-    def control(self) -> Callable[[str, str], Awaitable[bytes]]: ...
-    @property
-    def names(self) -> Names: ...
+    async def inspect(self, what: str, argument: str) -> bytes: ...
+    async def control(self, what: str, argument: str) -> bytes: ...
 
 
 class Watch:
     """The view of all viewers, by one question for all. Used on the event loop's thread."""
 
-    def __init__(self, asked: Asked) -> None:
-        """`asked`: whose engine it is, and who knows the clients' names of requests."""
-        self._asked = asked
+    def __init__(self, asked: Asked, names: Names) -> None:
+        """`names`: the clients' names of requests."""
+        self._asked, self._names = asked, names
         self._viewers: list[asyncio.Queue[bytes]] = []
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -165,7 +161,7 @@ class Watch:
         pool = answer["pool"]
         named = {each["request_id"] for each in (*pool["tables"], *pool["waiting"])}
         named |= {piece[0] for step in steps for piece in step["slices"]}
-        names = {each: name for each in named if (name := self._asked.names.name(each))}
+        names = {each: name for each in named if (name := self._names.name(each))}
         self._latest = {"pool": pool, "names": names, "last": answer["last"], "pace": self._pace}
         self._latest["exercises"] = self.progress.states()
         return {**self._latest, "steps": steps, "missed": missed}

@@ -264,11 +264,11 @@ def _greet(settings: Settings, state: ServerState, listening: Listening) -> None
     """Log what is served and how to call it; the listener has logged the address. The whole plan is for --verbose."""
     for each in state.every:
         plan = each.client.plan
-        log.info("model %s: %s%s", each.model_names[0], summary_text(plan), _defaults_text(each.defaults))
+        log.info("model %s: %s%s", each.model_names[0], summary_text(plan), _defaults_text(each.model_text.defaults))
         quality = quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype, plan.device)
         for line in plan_text(plan, quality).splitlines():
             log.debug("%s", line)
-    has_page = state.prompts is not None and settings.uds is None
+    has_page = state.model_text.prompts is not None and settings.uds is None
     chat = f"chat at {listening.address}/ or with `quire chat`; " if has_page else ""
     is_closed = settings.needs_key and not settings.admin_keys and not settings.allow_local_admin
     closed = "/debug, /admin and the dashboard's data need --admin-api-key; " if is_closed else ""
@@ -293,12 +293,12 @@ def example(settings: Settings, state: ServerState, listening: Listening) -> str
         where = f"--insecure {where}"  # the certificate is for a name that is not known here
     key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.needs_key else ""
     model = state.model_names[0]
-    if state.scoring.classifier is not None:
+    if state.model_text.scoring.classifier is not None:
         path, body = "classify", f'{{"model": "{model}", "input": "Once upon a time"}}'
         return f"curl {where}/{path}{key} -H 'Content-Type: application/json' -d '{body}'"
     if state.client.plan.scheduler.why_no_text:
         path, body = "embeddings", f'{{"model": "{model}", "input": "Once upon a time"}}'
-    elif state.prompts is None:
+    elif state.model_text.prompts is None:
         path, body = "completions", f'{{"model": "{model}", "prompt": "Once upon a time", "max_tokens": 40}}'
     else:
         path = "chat/completions"

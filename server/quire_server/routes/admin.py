@@ -145,7 +145,7 @@ async def reset_prefix_cache(request: Request) -> CacheDropped:
     Unfinished requests keep their blocks and get the same answers.
     """
     try:
-        answer = await state_of(request).control(RESET_PREFIX_CACHE, "{}")
+        answer = await state_of(request).engines.control(RESET_PREFIX_CACHE, "{}")
     except QuireError as error:
         raise NotReady(f"Not done: {error}.", retry_after_seconds=RETRY_SECONDS) from None
     dropped = CacheDropped.model_validate(msgspec.json.decode(answer))

@@ -117,7 +117,7 @@ async def _ask(state: ServerState, what: str, replica: str = "", **arguments: ob
         raise NotRemembered("There are no replicas: this server has one engine.")
     arguments |= {"replica": replica} if replica else {}
     try:
-        return await state.inspect(what, msgspec.json.encode(arguments).decode())
+        return await state.engines.inspect(what, msgspec.json.encode(arguments).decode())
     except Unanswerable as error:
         raise NotRemembered(f"{str(error)[:1].upper()}{str(error)[1:]}.") from None
     except QuireError as error:

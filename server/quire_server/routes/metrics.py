@@ -17,7 +17,7 @@ async def scrape(request: Request) -> Response:
     state = state_of(request)
     await state.settle()
     if state.catalog is None:
-        text = state.metrics.render(state.load_ratio())
+        text = state.metrics.render(state.engines.load_ratio())
     else:
-        text = render_several((each.metrics, each.load_ratio()) for each in state.every)
+        text = render_several((each.metrics, each.engines.load_ratio()) for each in state.every)
     return Response(text, media_type=state.metrics.content_type)

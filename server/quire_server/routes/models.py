@@ -78,7 +78,7 @@ def _model(state: ServerState, name: str) -> Model:
         max_model_len=state.max_model_len,
         context_length=state.max_model_len,
         capabilities=capabilities(state),
-        default_sampling_params=state.defaults.shown,
+        default_sampling_params=state.model_text.defaults.shown,
         display_name=name,
         created_at=datetime.fromtimestamp(started, UTC).isoformat().replace("+00:00", "Z"),
         max_input_tokens=state.max_model_len,

@@ -68,14 +68,14 @@ class Slot(BaseModel):
 async def props(request: Request) -> Props:
     """The context, the number of slots, the chat template and the defaults of the model."""
     state = state_of(request)
-    info = state.tokenizer.info()
+    info = state.model_text.tokenizer.info()
     return Props(
-        default_generation_settings=DefaultSettings(n_ctx=state.max_model_len, params=state.defaults.shown),
+        default_generation_settings=DefaultSettings(n_ctx=state.max_model_len, params=state.model_text.defaults.shown),
         total_slots=state.client.num_seats,
         model_alias=state.model_names[0],
         model_path=state.model_names[0],
         modalities=Modalities(),
-        chat_template="" if state.prompts is None else state.tokenizer.chat_template or "",
+        chat_template="" if state.model_text.prompts is None else state.model_text.tokenizer.chat_template or "",
         bos_token=_text(info.get("bos_token")),
         eos_token=_text(info.get("eos_token")),
         build_info=f"quire {version('quire')}",
@@ -124,7 +124,7 @@ async def _live(state: ServerState) -> list[dict[str, Any]]:
     if not state.client.in_flight:
         return []
     try:
-        answer = await state.inspect("requests", "{}")
+        answer = await state.engines.inspect("requests", "{}")
     except QuireError as error:
         raise NotReady(f"Not answered: {error}.", retry_after_seconds=RETRY_SECONDS) from None
     live: list[dict[str, Any]] = msgspec.json.decode(answer)["live"]

@@ -84,8 +84,8 @@ async def tokenize(body: Annotated[TokenizeRequest, json_body(TokenizeRequest)],
     """Return the token ids of a prompt or of a conversation in the model's template."""
     state = choose(request, body.model)
     template = None
-    if state.prompts is not None:
-        template = state.prompts.chosen(has_tools=bool(body.tools), name=body.chat_template)
+    if state.model_text.prompts is not None:
+        template = state.model_text.prompts.chosen(has_tools=bool(body.tools), name=body.chat_template)
     headers = notes(state, _unknown(body), body.messages or (), body.chat_template_kwargs, template)
     ids = await unless_client_gone(request, _ids(state, body))
     fields = {
@@ -115,7 +115,7 @@ async def detokenize(body: Annotated[DetokenizeRequest, json_body(DetokenizeRequ
 @router.get("/tokenizer_info", dependencies=[Depends(choose_by_query)])
 async def tokenizer_info(request: Request) -> dict[str, object]:
     """Special tokens and chat template, for clients that render prompts themselves."""
-    return state_of(request).tokenizer.info()
+    return state_of(request).model_text.tokenizer.info()
 
 
 def _unknown(body: BaseModel) -> list[str]:
@@ -131,7 +131,7 @@ async def _ids(state: ServerState, body: TokenizeRequest) -> Sequence[int]:
 
 
 async def _text_of(state: ServerState, ids: Sequence[int]) -> str:
-    size = state.tokenizer.vocab_size
+    size = state.model_text.tokenizer.vocab_size
     for at in range(0, len(ids), IDS_AT_ONCE):
         some = ids[at : at + IDS_AT_ONCE]
         if not 0 <= min(some) <= max(some) < size:
@@ -142,7 +142,7 @@ async def _text_of(state: ServerState, ids: Sequence[int]) -> str:
 
 
 def _strings(state: ServerState, ids: Sequence[int]) -> list[str]:
-    return list(map(state.tokenizer.vocabulary_string, ids))
+    return list(map(state.model_text.tokenizer.vocabulary_string, ids))
 
 
 async def _text(state: ServerState, body: TokenizeRequest) -> str:

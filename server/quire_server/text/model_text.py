@@ -36,6 +36,10 @@ class ModelText:
     pooling: PoolingMethod
     prompts: ChatTemplate | None  # None: the model has no chat template
 
+    def formats_of(self, template: ChatTemplate | None) -> ModelFormats:
+        """The formats of replies to prompts of that template."""
+        return self.formats if template is None else self.named_formats.get(template.name, self.formats)
+
     def close(self) -> None:
         """End the template's processes."""
         if self.prompts is not None:

@@ -57,8 +57,8 @@ def shown(state: ServerState, name: str) -> ShownModel:
     return ShownModel(
         license="",
         modelfile="",
-        parameters="\n".join(f"{key} {value:g}" for key, value in state.defaults.shown.items()),
-        template="" if state.prompts is None else state.tokenizer.chat_template or "",
+        parameters="\n".join(f"{key} {value:g}" for key, value in state.model_text.defaults.shown.items()),
+        template="" if state.model_text.prompts is None else state.model_text.tokenizer.chat_template or "",
         details=_details(state, name),
         model_info={
             "general.architecture": family,

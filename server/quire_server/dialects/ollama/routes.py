@@ -66,7 +66,7 @@ async def generate(body: Annotated[GenerateRequest, json_body(GenerateRequest)],
     if not body.prompt and not body.suffix:
         reason = await _load(state, body)
         return JSONResponse(loaded(name, reason, is_chat=False), headers=notes(state, body.reported()))
-    options = body.neutral(name, has_template=state.prompts is not None)
+    options = body.neutral(name, has_template=state.model_text.prompts is not None)
     return await answer(request, options, OllamaRenderer, keep_alive=b"", media_type=LINES)
 
 

@@ -61,7 +61,7 @@ async def create_response(body: Body, request: Request) -> Response:
         )
         store.put(owner, response, weight=weight)
 
-    shown = body.shown(state_of(request).defaults.sampling) | {"store": keeps}
+    shown = body.shown(state_of(request).model_text.defaults.sampling) | {"store": keeps}
     renderer = partial(ResponseRenderer, stem=stem, shown=shown, tools=body.offered(), keep=keep)
     return await answer(request, options, renderer, gather=in_order)
 
