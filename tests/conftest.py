@@ -27,11 +27,16 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not config.pluginmanager.hasplugin("timeout"):  # as on a machine that has a GPU and little else
         config.addinivalue_line("markers", "timeout(seconds): pytest-timeout is not installed; nothing ends the test")
-    if config.pluginmanager.hasplugin("hypothesispytest") and not config.pluginmanager.hasplugin("support.at_length"):
+    if config.pluginmanager.hasplugin("hypothesispytest"):
         import hypothesis
 
-        hypothesis.settings.register_profile("repeatable", derandomize=True)
-        hypothesis.settings.load_profile("repeatable")
+        hypothesis.settings.register_profile(
+            "ours",
+            derandomize=not config.pluginmanager.hasplugin("support.at_length"),
+            deadline=None,  # a busy machine draws slowly
+            suppress_health_check=[hypothesis.HealthCheck.too_slow],
+        )
+        hypothesis.settings.load_profile("ours")
 
 
 def shared_contexts(make):

@@ -84,16 +84,16 @@ def test_an_engine_that_waits_for_a_grammar_gives_a_sign_of_life(monkeypatch):
     monkeypatch.setattr(loop, "HEARTBEAT_SECONDS", 0.02)
     engine = Waiting()
     ours, theirs = socket.socketpair()
-    theirs.settimeout(10)
+    theirs.settimeout(300)
     with ours, theirs:
         thread = threading.Thread(target=EngineLoop(engine, ours, FrameDecoder()).run, args=([],))
         thread.start()
         theirs.recv(1 << 16)
-        theirs.recv(1 << 16)
+        while engine.steps <= 2:  # a busy machine takes no step between some signs
+            theirs.recv(1 << 16)
         theirs.sendall(encode_frame(Shutdown()))
         thread.join(timeout=120)
         assert not thread.is_alive()
-    assert engine.steps > 2
 
 
 def test_the_loop_rests_when_nothing_comes(monkeypatch):
@@ -101,7 +101,7 @@ def test_the_loop_rests_when_nothing_comes(monkeypatch):
     watched = Watched(monkeypatch)
     watched.serve("a")
     ours, theirs = socket.socketpair()
-    theirs.settimeout(10)
+    theirs.settimeout(300)
     with ours, theirs:
         engine_loop = EngineLoop(watched.engine, ours, FrameDecoder())
         thread = threading.Thread(target=engine_loop.run, args=([],))
@@ -119,7 +119,7 @@ def test_a_long_step_is_no_silence_of_the_process():
     engine = Waiting()
     engine.step = lambda: time.sleep(0.3)
     ours, theirs = socket.socketpair()
-    theirs.settimeout(10)
+    theirs.settimeout(300)
     decoder, frames = FrameDecoder(), []
     with ours, theirs:
         serving = EngineLoop(engine, ours, FrameDecoder(), alive_seconds=0.01)
@@ -166,7 +166,7 @@ def test_the_loop_collects_behind_its_steps(monkeypatch, collections):
     monkeypatch.setattr(Garbage, "EVERY", 0)
     watched = Watched(monkeypatch)
     ours, theirs = socket.socketpair()
-    theirs.settimeout(10)
+    theirs.settimeout(300)
     with ours, theirs:
         serving = EngineLoop(watched.engine, ours, FrameDecoder(), garbage=Garbage())
         thread = threading.Thread(target=serving.run, args=([request("a", 20, 2)],))

@@ -102,7 +102,7 @@ def test_a_paused_loop_answers_and_gives_signs_of_life_but_computes_nothing(monk
     monkeypatch.setattr(loop, "HEARTBEAT_SECONDS", 0.02)
     engine, decoder = Busy(), FrameDecoder()
     ours, theirs = socket.socketpair()
-    theirs.settimeout(20)
+    theirs.settimeout(300)
 
     def ask(**order: object) -> dict[str, object]:
         theirs.sendall(encode_frame(Control(token=1, what="pace", argument=json.dumps(order))))

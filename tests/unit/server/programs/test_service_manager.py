@@ -30,7 +30,7 @@ def manager(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     name = f"@quire-{os.getpid()}" if request.param == "abstract" else str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(name.replace("@", "\0"))
-        sock.settimeout(30)
+        sock.settimeout(300)
         monkeypatch.setenv("NOTIFY_SOCKET", name)
         yield sock
 
