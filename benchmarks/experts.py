@@ -85,7 +85,7 @@ class Decoding:
 
     def seconds(self, tokens: int, seed: int) -> float:
         """Of one token, after a prompt."""
-        ids = tuple(3 + (seed * 7919 + i * 17) % (self.plan.vocab_size - 3) for i in range(PROMPT))
+        ids = tuple(3 + (seed * 7919 + i * 17) % (self.plan.model.vocab_size - 3) for i in range(PROMPT))
         sampling, stop = SamplingParams(temperature=0.0), StopParams(max_new_tokens=tokens)
         self._engine.submit(GenerationRequest(request_id=str(seed), prompt_token_ids=ids, sampling=sampling, stop=stop))
         self._times.clear()
@@ -96,7 +96,8 @@ class Decoding:
     def bytes_read(self, tokens: int) -> float:
         """Of a token in the middle of an answer."""
         limits = self.plan.scheduler.limits
-        return self.plan.weights_read(1) + (PROMPT + tokens / 2) * self.plan.bytes_per_block / limits.block_size
+        pool_bytes = (PROMPT + tokens / 2) * self.plan.pool.bytes_per_block / limits.block_size
+        return self.plan.cost.weights_read(1) + pool_bytes
 
 
 def blocks(folder: Path) -> dict[str, Block]:
@@ -163,7 +164,7 @@ def measure_decoding(folder: Path, asked: argparse.Namespace) -> Table:
     for column in ("weights", "read a token", "tokens/s", "read rate", "share of it"):
         table.add_column(column, justify="right")
     table.add_row(
-        f"{stream.plan.weights_bytes / 1e9:.2f} GB",
+        f"{stream.plan.model.weights_bytes / 1e9:.2f} GB",
         f"{read / 1e6:.1f} MB",
         f"{1 / statistics.median(seconds):.1f} ({1 / max(seconds):.1f}-{1 / min(seconds):.1f})",
         f"{statistics.median(beside) / 1e9:.1f} GB/s ({min(beside) / 1e9:.1f}-{max(beside) / 1e9:.1f})",

@@ -117,12 +117,13 @@ def main() -> None:
         limits=SchedulerLimits(max_num_batched_tokens=max(*asked.rows, 2)),
     )
     built = build(config)
-    plan = built.plan
+    plan, machine = built.plan, built.plan.machine
     most = min(plan.scheduler.max_model_len, plan.scheduler.num_blocks * plan.scheduler.limits.block_size)
     rows = [count for count in asked.rows if count <= most]
     fetches: Sequence[Fetch | None] = FETCHES if asked.fetch == "both" else (None,)
     title = (
-        f"{plan.cpu_variant} ({plan.why_cpu_variant}), {plan.num_threads} threads, {plan.quantization or plan.dtype}"
+        f"{machine.cpu_variant} ({machine.why_cpu_variant}), {machine.num_threads} threads,"
+        f" {plan.model.quantization or plan.model.dtype}"
     )
     try:
         print_curves(measure(built, rows, asked.rounds, fetches), fetches, title, Console(width=140))

@@ -201,8 +201,8 @@ def _model(name: str, path: Path, device: str, kernels: KernelChoice, sizes: Ste
     decodes += StepBench(plan, eager(config, plan), sizes, _tell).decodes("eager")
     return ModelResults(
         model=name,
-        kernels=plan.kernels,
-        parameters=plan.num_parameters,
+        kernels=plan.machine.kernels,
+        parameters=plan.model.num_parameters,
         load_seconds=plan.load_seconds,
         decodes=decodes,
         prefills=prefills,

@@ -208,7 +208,7 @@ def nano(bench: Bench) -> list[Row]:
         limits=limits,
     )
     built, found = build(config), list[Row]()
-    vocabulary, scheduler = built.plan.vocab_size, Scheduler(built.plan.scheduler)
+    vocabulary, scheduler = built.plan.model.vocab_size, Scheduler(built.plan.scheduler)
     for run in ("first", "second"):
         requests = [
             GenerationRequest(

@@ -17,8 +17,9 @@ from typing import cast
 
 import torch
 
-from quire_engine.contract.config import Device, EngineConfig, EnginePlan, KernelChoice
+from quire_engine.contract.config import Device, EngineConfig, KernelChoice
 from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.plan import EnginePlan, TokenCost
 from quire_engine.contract.types import GenerationRequest, SamplingParams, StepOutput, StopParams
 from quire_engine.engine import Engine, StepExecutor
 from quire_engine.execution.executor import Executor
@@ -104,8 +105,8 @@ def _answer(sizes: StepSizes, batch: int) -> int:
 
 def eager(config: EngineConfig, plan: EnginePlan) -> StepExecutor:
     """The executor that launches kernel by kernel and waits for every step, with weights and a pool of its own."""
-    path, device = Path(config.model), torch.device(plan.device)
-    model, dtype, block_size = load_model_config(path), getattr(torch, plan.dtype), config.limits.block_size
+    path, device = Path(config.model), torch.device(plan.machine.device)
+    model, dtype, block_size = load_model_config(path), getattr(torch, plan.model.dtype), config.limits.block_size
     kernels = select(device, dtype, config.kernels, kv=KVFormat(head_dim=model.head_dim, block_size=block_size))
     decoder = load_decoder(
         path, model, kernels=kernels, dtype=dtype, device=device, max_model_len=plan.scheduler.max_model_len
@@ -143,7 +144,7 @@ class StepBench:
             executor=name,
             batch=batch,
             seconds=statistics.median(gaps),
-            num_bytes=self._plan.weights_read_bytes + held * self._plan.bytes_per_block // block_size,
+            num_bytes=self._plan.cost.weights_read_bytes + held * self._plan.pool.bytes_per_block // block_size,
         )
 
     def prefills(self) -> list[PrefillTime]:
@@ -151,7 +152,7 @@ class StepBench:
         for length in self._sizes.prefills:
             self._tell(f"prefill, {length} tokens")
             runs = [self._run([self._request(i, length, 1)], _ignore) for i in range(self._sizes.repeat + 1)]
-            operations = prompt_operations(self._plan, length)
+            operations = prompt_operations(self._plan.cost, length)
             found.append(PrefillTime(tokens=length, seconds=min(runs[1:]), operations=operations))
         return found
 
@@ -174,7 +175,7 @@ class StepBench:
     def _request(self, number: int, prompt: int, answer: int) -> GenerationRequest:
         return GenerationRequest(
             request_id=f"{number:032x}",
-            prompt_token_ids=tuple(self._random.choices(range(self._plan.vocab_size), k=prompt)),
+            prompt_token_ids=tuple(self._random.choices(range(self._plan.model.vocab_size), k=prompt)),
             sampling=SamplingParams(temperature=0.0),
             stop=StopParams(max_new_tokens=answer),
         )
@@ -200,11 +201,11 @@ class StepBench:
         return seconds
 
 
-def prompt_operations(plan: EnginePlan, tokens: int) -> int:
+def prompt_operations(cost: TokenCost, tokens: int) -> int:
     """Of one prompt alone: every token through the layers, the last one through the head."""
     looked_at = tokens * (tokens + 1) // 2
-    products = tokens * plan.layer_parameters + plan.sampled_parameters
-    return 2 * products + 4 * (looked_at * plan.layer_attention + tokens * plan.sampled_attention)
+    products = tokens * cost.layer_parameters + cost.sampled_parameters
+    return 2 * products + 4 * (looked_at * cost.layer_attention + tokens * cost.sampled_attention)
 
 
 def _ignore(_: StepOutput) -> None:

@@ -78,9 +78,9 @@ def measured(
     yield {
         "model": shape.name,
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
-        "bytes_per_block": plan.bytes_per_block,
+        "bytes_per_block": plan.pool.bytes_per_block,
         "seconds_per_block": seconds,
-        "bytes_per_second": plan.bytes_per_block / seconds,
+        "bytes_per_second": plan.pool.bytes_per_block / seconds,
     }
     swapping = Swapping(built.executor, plan.scheduler.num_blocks, plan.scheduler.num_host_blocks)
     bench = StepBench(plan, swapping, sizes, lambda text: print(text, file=sys.stderr))
@@ -88,7 +88,7 @@ def measured(
     for count in (count for count in BLOCKS if count <= most):
         swapping.count = count
         for decode in bench.decodes(f"{count} blocks each way"):
-            num_bytes = count * plan.bytes_per_block
+            num_bytes = count * plan.pool.bytes_per_block
             yield asdict(SwapTime(batch=decode.batch, blocks=count, seconds=decode.seconds, bytes_each_way=num_bytes))
     swapping.count = 0
     for prefill in bench.prefills():

@@ -12,22 +12,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
-from quire_engine.contract.config import (
-    CpuVariant,
-    DType,
-    EngineConfig,
-    EnginePlan,
-    KernelChoice,
-    draft_model,
-)
+from quire_engine.contract.config import CpuVariant, DType, EngineConfig, KernelChoice, draft_model
 from quire_engine.contract.drafts import Drafter, most_drafted_rows
 from quire_engine.contract.errors import ConfigError, ModelLoadError
 from quire_engine.contract.kv_groups import KVLayout, kv_groups, most_blocks, one_group
 from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.plan import (
+    AdapterPart,
+    EnginePlan,
+    IdentityPart,
+    MachinePart,
+    ModelPart,
+    PoolPart,
+    SpeculationPart,
+    TokenCost,
+    TransferPart,
+)
 from quire_engine.engine import StepExecutor
 from quire_engine.execution.adapters import AdapterCache, adapter_bytes, make_adapters, num_kept
 from quire_engine.execution.constrained.grammars import Grammars
@@ -244,48 +248,72 @@ class Resolved:
         most = limits.max_num_seqs * limits.num_blocks_for(self.draft_positions(pool))
         return max(1, min(most, most_bytes // self.draft_block_bytes))
 
-    def plan(self, pool: PoolSize, *, load_seconds: float = 0.0, swap_seconds: float = 0.0) -> EnginePlan:
+    def plan(
+        self,
+        pool: PoolSize,
+        scheduler: SchedulerConfig,
+        *,
+        load_seconds: float = 0.0,
+        blocks_taken_over: int = 0,
+        address: str = "",
+        row_seconds: tuple[tuple[int, float], ...] = (),
+    ) -> EnginePlan:
+        """The plan for a pool; what the keywords say is known of a built engine only."""
         asked = self.asked
         return EnginePlan(
-            model=typed_name(asked.model),
-            architecture=self.model.architecture,
-            num_parameters=self.parameters.total,
-            device=self.device.type,
-            gpu=gpu_name(self.device),
-            dtype=str(self.dtype).removeprefix("torch."),
-            kernels=self.kernels.name,
-            replaced_ops=self.replaced_ops,
-            left_out_paths=self.left_out_paths,
-            num_threads=self.num_threads,
-            tensor_parallel_size=self.rank.size,
-            vocab_size=self.model.vocab_size,
-            weights_bytes=self.weights.total * self.memories,
-            kv_bytes=pool.num_blocks * self.bytes_per_block,
-            bytes_per_block=self.bytes_per_block,
-            kv_copies=self.bytes_per_block / self.form.num_bytes,
+            model=self._model_part(),
+            cost=self._token_cost(),
+            machine=self._machine_part(),
+            identity=IdentityPart(
+                checkpoint=fingerprint(Path(asked.model)),
+                numerics=numerics_name(self.numerics),
+                arithmetic=numerics_name(self.numerics[1:]),
+            ),
+            pool=PoolPart(
+                num_bytes=pool.num_blocks * self.bytes_per_block,
+                bytes_per_block=self.bytes_per_block,
+                dtype=asked.kv_cache_dtype,
+                copies=self.bytes_per_block / self.form.num_bytes,
+                blocks_taken_over=blocks_taken_over,
+                kept_blocks=self.num_kept_blocks,
+                kept_in=asked.kv_offload_dir if self.num_kept_blocks else "",
+            ),
+            scheduler=scheduler,
+            transfer=TransferPart(address=address, role=asked.role),
+            speculation=SpeculationPart(
+                text=self.speculation,
+                draft_model=_guessing_model(asked.speculation),
+                draft_bytes=self.draft_weights + self.draft_blocks(pool) * self.draft_block_bytes,
+                row_seconds=row_seconds,
+            ),
+            adapters=AdapterPart(
+                max_kept=num_kept(asked),
+                max_rank=asked.max_lora_rank if asked.enable_lora else 0,
+                num_bytes=self.adapter_bytes,
+            ),
             load_seconds=load_seconds,
-            scheduler=self._scheduler(pool, swap_seconds),
-            quantization=asked.quantization,
-            **self._stored(),
-            kv_cache_dtype=asked.kv_cache_dtype,
-            deterministic=asked.deterministic or self.device.type == "cpu",
+        )
+
+    def _model_part(self) -> ModelPart:
+        form = self.model.quantisation
+        return ModelPart(
+            path=typed_name(self.asked.model),
+            architecture=self.model.architecture,
             implementation=self.implementation,
-            checkpoint=fingerprint(Path(asked.model)),
-            numerics=numerics_name(self.numerics),
-            arithmetic=numerics_name(self.numerics[1:]),
-            cpu_variant=cast(CpuVariant, self.kernels.variant) if self.kernels.variant else None,
-            why_cpu_variant=self.kernels.why_variant,
-            why_dtype=self.why_dtype,
-            kept_blocks=self.num_kept_blocks,
-            kept_in=asked.kv_offload_dir if self.num_kept_blocks else "",
-            role=asked.role,
-            speculation=self.speculation,
-            draft_model=_guessing_model(asked.speculation),
-            draft_bytes=self.draft_weights + self.draft_blocks(pool) * self.draft_block_bytes,
-            adapters=num_kept(asked),
-            max_lora_rank=asked.max_lora_rank if asked.enable_lora else 0,
-            adapter_bytes=self.adapter_bytes,
+            num_parameters=self.parameters.total,
+            vocab_size=self.model.vocab_size,
             hidden_size=self.model.hidden_size,
+            dtype=str(self.dtype).removeprefix("torch."),
+            why_dtype=self.why_dtype,
+            quantization=self.asked.quantization,
+            stored_as=self.parameters.stored_as(form),
+            gguf_type="" if form is None else form.main_type,
+            keeps_stored=bool(self.parameters.kept(self.kernels)),
+            weights_bytes=self.weights.total * self.memories,
+        )
+
+    def _token_cost(self) -> TokenCost:
+        return TokenCost(
             layer_parameters=self.parameters.for_each_token,
             sampled_parameters=self.parameters.for_sampled_tokens,
             weights_read_bytes=self.weights.read,
@@ -296,16 +324,22 @@ class Resolved:
             sampled_attention=self.model.num_heads * self.model.head_dim,
         )
 
-    def _stored(self) -> dict[str, Any]:
-        """How the checkpoint stores its matrices, and whether they stay so: fields of the plan."""
-        form = self.model.quantisation
-        return {
-            "stored_as": self.parameters.stored_as(form),
-            "gguf_type": "" if form is None else form.main_type,
-            "keeps_stored": bool(self.parameters.kept(self.kernels)),
-        }
+    def _machine_part(self) -> MachinePart:
+        return MachinePart(
+            device=self.device.type,
+            gpu=gpu_name(self.device),
+            kernels=self.kernels.name,
+            cpu_variant=cast(CpuVariant, self.kernels.variant) if self.kernels.variant else None,
+            why_cpu_variant=self.kernels.why_variant,
+            replaced_ops=self.replaced_ops,
+            left_out_paths=self.left_out_paths,
+            deterministic=self.asked.deterministic or self.device.type == "cpu",
+            num_threads=self.num_threads,
+            tensor_parallel_size=self.rank.size,
+        )
 
-    def _scheduler(self, pool: PoolSize, swap_seconds: float) -> SchedulerConfig:
+    def scheduler(self, pool: PoolSize, swap_seconds: float = 0.0) -> SchedulerConfig:
+        """The scheduler's configuration. `swap_seconds`: of a block's copy to the host or back, as measured."""
         return SchedulerConfig(
             num_blocks=pool.num_blocks,
             max_model_len=pool.max_model_len,
@@ -335,7 +369,8 @@ def resolve_plan(config: EngineConfig) -> EnginePlan:
     On a GPU the workspace of a step is estimated here and measured by `build`, so the pools differ a little.
     """
     resolved = resolve(config)
-    return resolved.plan(resolved.pool(resolved.memory.before_load(resolved.bytes_beside_pool)))
+    pool = resolved.pool(resolved.memory.before_load(resolved.bytes_beside_pool))
+    return resolved.plan(pool, resolved.scheduler(pool))
 
 
 def build(
@@ -369,9 +404,7 @@ def build(
     pool = resolved.pool(memory.before_load(to_come))
     decoder = loading.load(memory.positions(pool))
     resolved = replace(resolved, weights=resolved.loaded(decoder.packed_bytes))
-    asked, model, kernels = resolved.asked, resolved.model, resolved.kernels
-    placed = place_adapters(asked, model, kernels, resolved.dtype, resolved.device)
-    adapters = make_adapters(asked, model, kernels, placed)
+    adapters = _make_adapters(resolved)
     pool_bytes = memory.after_load(decoder, adapters)
     if pool_bytes is not None:
         pool = resolved.pool(pool_bytes if devices is None else devices.least(pool_bytes))
@@ -383,24 +416,26 @@ def build(
     grammars = _make_grammars(config, resolved.model.vocab_size)
     surviving = _surviving(resolved, pool, pool_fd)
     made = _make_executor(resolved, decoder, pool, grammars, adapters, ranks or leader, surviving)
-    executor, swap_seconds, host_keys, store, peers = made
-    plan = resolved.plan(pool, load_seconds=time.perf_counter() - started, swap_seconds=swap_seconds)
-    address = plan.kv_address if peers is None else peers.address
-    speculate, measured = _speculate(resolved, plan.scheduler, drafter, executor, surviving)
-    plan = replace(plan, row_seconds=tuple(measured.items()), kv_address=address)
-    scheduler = Scheduler(
-        plan.scheduler, host_keys=host_keys, store=store, peers=peers, record=surviving, speculate=speculate
+    load_seconds, scheduled = time.perf_counter() - started, resolved.scheduler(pool, made.swap_seconds)
+    scheduler, row_seconds = _make_scheduler(resolved, scheduled, drafter, made, surviving)
+    plan = resolved.plan(
+        pool,
+        scheduled,
+        load_seconds=load_seconds,
+        blocks_taken_over=scheduler.num_taken_over,
+        address="" if made.peers is None else made.peers.address,
+        row_seconds=row_seconds,
     )
     return BuiltEngine(
-        plan=replace(plan, blocks_taken_over=scheduler.num_taken_over),
-        executor=executor,
+        plan=plan,
+        executor=made.executor,
         scheduler=scheduler,
         grammars=grammars,
         adapters=adapters,
-        store=store,
-        peers=peers,
+        store=made.store,
+        peers=made.peers,
         ranks=ranks or devices,
-        kernels=kernels,
+        kernels=resolved.kernels,
     )
 
 
@@ -414,6 +449,12 @@ def _use_threads(resolved: Resolved) -> None:
 def _make_grammars(config: EngineConfig, vocab_size: int) -> Grammars:
     defaults = Path(config.generation_config) if config.generation_config else None
     return Grammars(Path(config.tokenizer or config.model), vocab_size, defaults=defaults)
+
+
+def _make_adapters(resolved: Resolved) -> AdapterCache | None:
+    asked, model, kernels = resolved.asked, resolved.model, resolved.kernels
+    placed = place_adapters(asked, model, kernels, resolved.dtype, resolved.device)
+    return make_adapters(asked, model, kernels, placed)
 
 
 def _other_ranks(
@@ -451,6 +492,17 @@ def _surviving(resolved: Resolved, pool: PoolSize, fd: int | None) -> SurvivingP
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """The executor, and what was opened with its pool."""
+
+    executor: Executor
+    swap_seconds: float  # of a block's copy to the host or from it; 0: there is no swap space
+    host_keys: tuple[bytes, ...]  # of blocks that the host has from before
+    store: PrefixFiles | None
+    peers: KVTransfer | None
+
+
 def _make_executor(  # noqa: PLR0917 - the parts of an engine
     resolved: Resolved,
     decoder: ServedModel,
@@ -459,10 +511,9 @@ def _make_executor(  # noqa: PLR0917 - the parts of an engine
     adapters: AdapterCache | None,
     ranks: RankProcesses | DeviceLeader | None,
     surviving: SurvivingPool | None,
-) -> tuple[Executor, float, tuple[bytes, ...], PrefixFiles | None, KVTransfer | None]:
-    """The executor, the time of a block's copy to the host or from it, what host blocks hold from before, files, and
-    the transfer of blocks. `ranks`: the others, which have parts of all blocks, or the messages to them on devices.
-    `surviving`: memory for the pool.
+) -> _Made:
+    """Make the executor with its pool. `ranks`: the others, which have parts of all blocks, or the messages to them on
+    devices. `surviving`: memory for the pool.
     """
     kernels, device, limits = resolved.kernels, resolved.device, resolved.asked.limits
     num_blocks = pool.num_blocks + spare_blocks(kernels, device) + resolved.num_staging_blocks
@@ -504,7 +555,23 @@ def _make_executor(  # noqa: PLR0917 - the parts of an engine
     executor.capture_graphs()
     transfer = resolved.asked.kv_transfer
     peers = None if transfer is None else open_transfer(transfer, rows, resolved.kv_layout)
-    return executor, swap_seconds, host_keys, store, peers
+    return _Made(executor=executor, swap_seconds=swap_seconds, host_keys=host_keys, store=store, peers=peers)
+
+
+def _make_scheduler(
+    resolved: Resolved, config: SchedulerConfig, drafter: Drafter | None, made: _Made, surviving: SurvivingPool | None
+) -> tuple[Scheduler, tuple[tuple[int, float], ...]]:
+    """Make the scheduler; returns the seconds of steps by their rows too, where tokens are guessed."""
+    speculate, measured = _speculate(resolved, config, drafter, made.executor, surviving)
+    scheduler = Scheduler(
+        config,
+        host_keys=made.host_keys,
+        store=made.store,
+        peers=made.peers,
+        record=surviving,
+        speculate=speculate,
+    )
+    return scheduler, tuple(measured.items())
 
 
 def _make_drafter(resolved: Resolved, pool: PoolSize, tell: Tell) -> Drafter | None:

@@ -10,9 +10,18 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire_engine.contract.config import EngineConfig, EnginePlan
+from quire_engine.contract.config import EngineConfig
 from quire_engine.contract.errors import ConfigError
 from quire_engine.contract.limits import SHARE_WINDOW_STEPS, SchedulerConfig, SchedulerLimits
+from quire_engine.contract.plan import (
+    AdapterPart,
+    EnginePlan,
+    MachinePart,
+    ModelPart,
+    PoolPart,
+    SpeculationPart,
+    TokenCost,
+)
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 CPU_POOL_SHARE = 0.25  # share of the memory that is free after loading, since other programs need some too
@@ -183,38 +192,29 @@ def size_pool(
 def plan_text(plan: EnginePlan, quality: str = "") -> str:
     """The plan in a few lines, for the start and --dry-run. `quality`: the measured loss by quantisation, if known."""
     scheduler, limits = plan.scheduler, plan.scheduler.limits
-    fits = [_sequences_text(_num_fitting(plan, scheduler.max_model_len), scheduler.max_model_len)]
-    if scheduler.max_model_len > 1024:
-        fits.append(f"{_num_fitting(plan, 1024):,} of 1,024 tokens")
+    length = scheduler.max_model_len
+    fits = [_sequences_text(_num_fitting(scheduler, length), length)]
+    if length > 1024:
+        fits.append(f"{_num_fitting(scheduler, 1024):,} of 1,024 tokens")
     loaded = f", loaded in {plan.load_seconds:.1f} s" if plan.load_seconds else ", estimated"
-    quantized = f" in {plan.quantization}" if plan.quantization else ""
-    without = f" without {', '.join(plan.replaced_ops)} (failed their check)" if plan.replaced_ops else ""
-    without += f" without {', '.join(plan.left_out_paths)} (not shown here)" if plan.left_out_paths else ""
-    deterministic = ", deterministic" if plan.deterministic else ""
     if scheduler.bidirectional:
         pace = " each whole, since attention is bidirectional;"
     else:
         pace = f" about {limits.itl_target:g} s beside running streams;" if limits.itl_target else ""
-    by = f" by {plan.implementation}" if plan.implementation else ""
-    stored = _stored_text(plan)
-    active = plan.layer_parameters + plan.sampled_parameters
-    some = f", {active:,} of them for a token" if plan.experts > 1 else ""
     lines = [
-        ("model", f"{plan.model} ({plan.architecture}{by}, {plan.num_parameters:,} parameters{some}{stored})"),
-        (
-            "device",
-            f"{plan.device}, {plan.dtype}, {plan.kernels} kernels{without}, {_threads_text(plan)}{deterministic}",
-        ),
-        *([("dtype", plan.why_dtype)] if plan.why_dtype else []),
-        *_variant_lines(plan),
-        ("weights", f"{bytes_text(plan.weights_bytes)}{quantized}{loaded}{_read_text(plan)}"),
+        ("model", _model_text(plan.model, plan.cost)),
+        ("device", _machine_text(plan.machine, plan.model.dtype)),
+        *([("dtype", plan.model.why_dtype)] if plan.model.why_dtype else []),
+        *_variant_lines(plan.machine),
+        ("weights", f"{_weights_text(plan.model)}{loaded}{_read_text(plan.cost)}"),
         ("KV cache", _cache_text(plan)),
-        *(line for lines in (_rank_lines, _swap_lines, _kept_lines) for line in lines(plan)),
-        *([("speculation", plan.speculation)] if plan.speculation else []),
-        *([("draft model", f"{plan.draft_model}, {bytes_text(plan.draft_bytes)}")] if plan.draft_model else []),
-        *_adapter_lines(plan),
+        *_rank_lines(plan),
+        *_swap_lines(scheduler, plan.pool.bytes_per_block),
+        *_kept_lines(plan.pool),
+        *_speculation_lines(plan.speculation),
+        *_adapter_lines(plan.adapters, plan.machine.device, limits.max_loras),
         ("fits", f"{' or '.join(fits)}; at most {limits.max_num_seqs} run at once"),
-        ("reserved vs live", _live_text(plan)),
+        ("reserved vs live", _live_text(scheduler, plan.pool.bytes_per_block)),
         (
             "step",
             f"at most {limits.max_num_batched_tokens} tokens, {limits.prefill_chunk} of one prompt;{pace}"
@@ -230,95 +230,121 @@ def plan_text(plan: EnginePlan, quality: str = "") -> str:
 
 def summary_text(plan: EnginePlan) -> str:
     """The model's size and how much fits, in one line without its name; `plan_text` has the rest."""
-    length = plan.scheduler.max_model_len
-    quantized = f" in {plan.quantization}" if plan.quantization else ""
+    model, machine, length = plan.model, plan.machine, plan.scheduler.max_model_len
     return (
-        f"{plan.num_parameters:,} parameters{_stored_text(plan)}, on {plan.device} with"
-        f" {_threads_text(plan)}; weights {bytes_text(plan.weights_bytes)}{quantized}, KV cache"
-        f" {bytes_text(plan.kv_bytes)}, {_sequences_text(_num_fitting(plan, length), length)}"
+        f"{model.num_parameters:,} parameters{_stored_text(model)}, on {machine.device} with {_threads_text(machine)};"
+        f" weights {_weights_text(model)}, KV cache {bytes_text(plan.pool.num_bytes)},"
+        f" {_sequences_text(_num_fitting(plan.scheduler, length), length)}"
     )
 
 
-def _stored_text(plan: EnginePlan) -> str:
-    if not plan.stored_as:
+def _model_text(model: ModelPart, cost: TokenCost) -> str:
+    by = f" by {model.implementation}" if model.implementation else ""
+    some = f", {cost.active_parameters:,} of them for a token" if cost.experts > 1 else ""
+    size = f"{model.num_parameters:,} parameters{some}{_stored_text(model)}"
+    return f"{model.path} ({model.architecture}{by}, {size})"
+
+
+def _stored_text(model: ModelPart) -> str:
+    if not model.stored_as:
         return ""
-    return f", kept as {plan.stored_as}" if plan.keeps_stored else f", decoded from {plan.stored_as}"
+    return f", kept as {model.stored_as}" if model.keeps_stored else f", decoded from {model.stored_as}"
 
 
-def _threads_text(plan: EnginePlan) -> str:
-    threads = "1 thread" if plan.num_threads == 1 else f"{plan.num_threads} threads"
-    return threads if plan.tensor_parallel_size == 1 else f"{plan.tensor_parallel_size} ranks of {threads}"
+def _weights_text(model: ModelPart) -> str:
+    return bytes_text(model.weights_bytes) + (f" in {model.quantization}" if model.quantization else "")
 
 
-def _read_text(plan: EnginePlan) -> str:
+def _machine_text(machine: MachinePart, dtype: str) -> str:
+    without = f" without {', '.join(machine.replaced_ops)} (failed their check)" if machine.replaced_ops else ""
+    without += f" without {', '.join(machine.left_out_paths)} (not shown here)" if machine.left_out_paths else ""
+    deterministic = ", deterministic" if machine.deterministic else ""
+    return f"{machine.device}, {dtype}, {machine.kernels} kernels{without}, {_threads_text(machine)}{deterministic}"
+
+
+def _threads_text(machine: MachinePart) -> str:
+    threads = "1 thread" if machine.num_threads == 1 else f"{machine.num_threads} threads"
+    return threads if machine.tensor_parallel_size == 1 else f"{machine.tensor_parallel_size} ranks of {threads}"
+
+
+def _read_text(cost: TokenCost) -> str:
     """The weights that steps of few and of many tokens read, where that depends on their number."""
-    if plan.experts == 1:
+    if cost.experts == 1:
         return ""
-    read = (f"{bytes_text(plan.weights_read(tokens))} for {tokens}" for tokens in (1, 8, 64))
+    read = (f"{bytes_text(cost.weights_read(tokens))} for {tokens}" for tokens in (1, 8, 64))
     return f"; a step reads {', '.join(read)} tokens"
 
 
-def _variant_lines(plan: EnginePlan) -> list[tuple[str, str]]:
+def _variant_lines(machine: MachinePart) -> list[tuple[str, str]]:
     """The instruction set of the C++ kernels, and the reason for its choice."""
-    if plan.cpu_variant is None:
+    if machine.cpu_variant is None:
         return []
-    return [("instructions", plan.cpu_variant + (f": {plan.why_cpu_variant}" if plan.why_cpu_variant else ""))]
+    why = f": {machine.why_cpu_variant}" if machine.why_cpu_variant else ""
+    return [("instructions", machine.cpu_variant + why)]
 
 
 def _rank_lines(plan: EnginePlan) -> list[tuple[str, str]]:
     """The memory of each rank, where ranks have memories of their own."""
-    ranks = plan.tensor_parallel_size
-    if plan.device == "cpu" or ranks == 1:
+    ranks = plan.machine.tensor_parallel_size
+    if plan.machine.device == "cpu" or ranks == 1:
         return []
-    own, pool = bytes_text(plan.weights_bytes // ranks), bytes_text(plan.kv_bytes // ranks)
+    own, pool = bytes_text(plan.model.weights_bytes // ranks), bytes_text(plan.pool.num_bytes // ranks)
     return [("each rank", f"a GPU with {own} of weights and {pool} of the KV cache")]
 
 
-def _swap_lines(plan: EnginePlan) -> list[tuple[str, str]]:
+def _swap_lines(scheduler: SchedulerConfig, bytes_per_block: int) -> list[tuple[str, str]]:
     """The size of the swap space, where there is one."""
-    scheduler = plan.scheduler
     if not scheduler.num_host_blocks:
         return []
     seconds = f"; a block takes {1000 * scheduler.swap_seconds:.3g} ms one way" if scheduler.swap_seconds else ""
-    size = bytes_text(scheduler.num_host_blocks * plan.bytes_per_block)
+    size = bytes_text(scheduler.num_host_blocks * bytes_per_block)
     return [("swap space", f"{size} of host memory = {scheduler.num_host_blocks:,} blocks{seconds}")]
 
 
-def _kept_lines(plan: EnginePlan) -> list[tuple[str, str]]:
+def _kept_lines(pool: PoolPart) -> list[tuple[str, str]]:
     """The bound on prefixes in files, where they are kept beside the pool."""
-    if not plan.kept_blocks:
+    if not pool.kept_blocks:
         return []
-    size = bytes_text(plan.kept_blocks * plan.bytes_per_block)
-    return [("kept prefixes", f"at most {size} = {plan.kept_blocks:,} blocks in files, in {plan.kept_in}")]
+    size = bytes_text(pool.kept_blocks * pool.bytes_per_block)
+    return [("kept prefixes", f"at most {size} = {pool.kept_blocks:,} blocks in files, in {pool.kept_in}")]
 
 
-def _adapter_lines(plan: EnginePlan) -> list[tuple[str, str]]:
+def _speculation_lines(speculation: SpeculationPart) -> list[tuple[str, str]]:
+    """The way tokens are guessed, and the model that guesses them, where there is one."""
+    lines = [("speculation", speculation.text)] if speculation.text else []
+    if speculation.draft_model:
+        lines.append(("draft model", f"{speculation.draft_model}, {bytes_text(speculation.draft_bytes)}"))
+    return lines
+
+
+def _adapter_lines(adapters: AdapterPart, device: str, at_once: int) -> list[tuple[str, str]]:
     """The memory of adapters, where they are enabled."""
-    if not plan.adapters:
+    if not adapters.max_kept:
         return []
-    at_once, size = plan.scheduler.limits.max_loras, bytes_text(plan.adapter_bytes)
-    if plan.device != "cpu":
-        places = f"{at_once} places on the GPU, of rank {plan.max_lora_rank} or less: {size}"
-        return [("adapters", f"{places}; at most {plan.adapters} in the host's memory")]
-    text = f"at most {plan.adapters} in memory, of rank {plan.max_lora_rank} or less: {size}; {at_once} run at once"
+    rank, size = adapters.max_rank, bytes_text(adapters.num_bytes)
+    if device != "cpu":
+        places = f"{at_once} places on the GPU, of rank {rank} or less: {size}"
+        return [("adapters", f"{places}; at most {adapters.max_kept} in the host's memory")]
+    text = f"at most {adapters.max_kept} in memory, of rank {rank} or less: {size}; {at_once} run at once"
     return [("adapters", text)]
 
 
 def _cache_text(plan: EnginePlan) -> str:
-    scheduler = plan.scheduler
-    bytes_per_token = len(scheduler.windows) * plan.bytes_per_block // scheduler.limits.block_size
+    pool, scheduler = plan.pool, plan.scheduler
+    bytes_per_token = len(scheduler.windows) * pool.bytes_per_block // scheduler.limits.block_size
+    copies = _copies_text(pool.copies, plan.machine.tensor_parallel_size)
     return (
-        f"{bytes_text(plan.kv_bytes)} = {scheduler.num_blocks:,} blocks of {bytes_text(plan.bytes_per_block)}"
-        f" = {plan.kv_tokens:,} tokens of {bytes_text(bytes_per_token)}{_copies_text(plan)}{_window_text(scheduler)}"
+        f"{bytes_text(pool.num_bytes)} = {scheduler.num_blocks:,} blocks of {bytes_text(pool.bytes_per_block)}"
+        f" = {scheduler.num_slots:,} tokens of {bytes_text(bytes_per_token)}{copies}{_window_text(scheduler)}"
     )
 
 
-def _copies_text(plan: EnginePlan) -> str:
+def _copies_text(copies: float, ranks: int) -> str:
     """Return how often a token's keys and values are stored, in words, where ranks share heads; else nothing."""
-    if plan.kv_copies <= 1:
+    if copies <= 1:
         return ""
-    why = "all heads" if plan.kv_copies == plan.tensor_parallel_size else "some heads"
-    return f", each {plan.kv_copies:.3g} times, since several ranks have {why}"
+    why = "all heads" if copies == ranks else "some heads"
+    return f", each {copies:.3g} times, since several ranks have {why}"
 
 
 def _window_text(scheduler: SchedulerConfig) -> str:
@@ -330,13 +356,12 @@ def _window_text(scheduler: SchedulerConfig) -> str:
     return f"; {len(windows)} of {len(scheduler.windows)} groups of layers keep the last {named}"
 
 
-def _live_text(plan: EnginePlan) -> str:
+def _live_text(scheduler: SchedulerConfig, bytes_per_block: int) -> str:
     """The memory that typical sequences hold as they grow, beside a reservation of their full length."""
-    scheduler, limits = plan.scheduler, plan.scheduler.limits
     tokens = max(1, sum(_typical_request(scheduler)))
-    count = min(limits.max_num_seqs, _num_fitting(plan, tokens))
+    count = min(scheduler.limits.max_num_seqs, _num_fitting(scheduler, tokens))
     live, reserved = (
-        count * scheduler.num_blocks_for(length) * plan.bytes_per_block for length in (tokens, scheduler.max_model_len)
+        count * scheduler.num_blocks_for(length) * bytes_per_block for length in (tokens, scheduler.max_model_len)
     )
     return (
         f"{_sequences_text(count, tokens)} hold{'s' if count == 1 else ''} {bytes_text(live)};"
@@ -375,8 +400,8 @@ def _share_lines(limits: SchedulerLimits) -> list[tuple[str, str]]:
     return [("class shares", f"{text} in {SHARE_WINDOW_STEPS} steps, as far as running streams leave room")]
 
 
-def _num_fitting(plan: EnginePlan, length: int) -> int:
-    return plan.scheduler.num_blocks // plan.scheduler.num_blocks_for(length)
+def _num_fitting(scheduler: SchedulerConfig, length: int) -> int:
+    return scheduler.num_blocks // scheduler.num_blocks_for(length)
 
 
 def _sequences_text(count: int, length: int) -> str:

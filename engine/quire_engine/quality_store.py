@@ -12,6 +12,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from quire_engine.contract.plan import EnginePlan
 from quire_kernels.trusted_folder import UntrustedFolder, open_trusted, trusted
 
 _FORMAT = 1  # version of the file format and of the measurement
@@ -42,12 +43,23 @@ class Quality:
         )
 
 
-def quality_text(checkpoint: str, quantization: str | None, kv_cache_dtype: str = "auto", device: str = "cpu") -> str:
+def quality_text(plan: EnginePlan) -> str:
     """One line for the operator: the stored quality, or how to measure it; empty for a model that is not quantised."""
-    if quantization is None and kv_cache_dtype == "auto":
+    if not _is_quantised(plan):
         return ""
-    found = stored_quality(checkpoint, quantization, kv_cache_dtype, device)
+    found = planned_quality(plan)
     return "not measured: run quire eval-quant" if found is None else str(found)
+
+
+def planned_quality(plan: EnginePlan) -> Quality | None:
+    """The stored quality of what a plan says is served; None where it is not quantised, or was not measured."""
+    if not _is_quantised(plan):
+        return None
+    return stored_quality(plan.identity.checkpoint, plan.model.quantization, plan.pool.dtype, plan.machine.device)
+
+
+def _is_quantised(plan: EnginePlan) -> bool:
+    return plan.model.quantization is not None or plan.pool.dtype != "auto"
 
 
 def stored_quality(

@@ -16,10 +16,10 @@ from typing import Annotated, cast
 
 from fastapi import Query, Request
 
-from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import ModelLoadError
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import AdapterFacts, EnginePort, EngineStats, StepOutput
-from quire_engine.quality_store import stored_quality
+from quire_engine.quality_store import planned_quality
 from quire_server.checkpoint.locate import other_names
 from quire_server.engine.adapters import AdapterFiles, ServedAdapters
 from quire_server.engine.admission import QueueLimits, TenantGate, TtftGate
@@ -473,9 +473,7 @@ def _metrics(settings: Settings, plan: EnginePlan, tenants: Tenants, usage: Usag
         tenants=[each.name for each in tenants.all],
         usage=usage,
     )
-    is_quantised = plan.quantization is not None or plan.kv_cache_dtype != "auto"
-    key = plan.checkpoint, plan.quantization, plan.kv_cache_dtype, plan.device
-    quality = stored_quality(*key) if is_quantised else None
+    quality = planned_quality(plan)
     metrics.observe_plan(plan, None if quality is None else quality.mean_kl)
     return metrics
 

@@ -21,6 +21,7 @@ from support.fake_engine import FakeEngine
 from support.fake_tokenizer import CHAT_TEMPLATE, EOS, load_tokenizer
 from support.fakes import connect, make_app, make_state
 from support.fim_tokenizers import fim_state
+from support.plans import changed
 
 pytestmark = pytest.mark.anyio
 
@@ -354,16 +355,16 @@ async def test_a_full_queue_refuses_in_ollamas_envelope() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "form", "level"),
+    ("model", "form", "level"),
     [
         ({"gguf_type": "Q4_K_M", "stored_as": "GGUF, Q4_K, Q6_K"}, "gguf", "Q4_K_M"),
         ({"stored_as": "GPTQ, 4 bits"}, "safetensors", "GPTQ, 4 BITS"),
         ({"dtype": "bfloat16"}, "safetensors", "BFLOAT16"),
     ],
 )
-async def test_the_format_of_a_model_is_that_of_its_files(plan: dict[str, str], form: str, level: str) -> None:
+async def test_the_format_of_a_model_is_that_of_its_files(model: dict[str, str], form: str, level: str) -> None:
     state = make_state()
-    state.client.plan = replace(state.client.plan, **plan)
+    state.client.plan = changed(state.client.plan, model=model)
     async with connect(make_app(state)) as client:
         replies = [
             (await client.get("/api/tags")).json()["models"][0],

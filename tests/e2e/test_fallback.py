@@ -75,7 +75,7 @@ def test_a_family_is_served_as_our_own_are(family: str, tmp_path: Path):
             assert (other.token_ids, other.text, other.done) == (one.token_ids, one.text, True)
         server.wait_idle()
 
-    size = str(blocks * plan.bytes_per_block)
+    size = str(blocks * plan.pool.bytes_per_block)
     with Served(str(folder), "--kv-memory", size, *flags, limits="admission=prompt") as server:
         assert ("by transformers" in server.log()) == (family not in NATIVE)
         assert (cached_tokens(server) > 0) == (family not in RECURRENT)

@@ -64,7 +64,7 @@ def test_preempted_and_resumed_requests_have_their_own_tokens(family, tmp_path):
     roomy = build(replace(asked, kv_memory=8 << 20))
     alone = {name: each for one in wanted for name, each in generate(roomy, [one]).items()}
     fewest = roomy.plan.scheduler.num_blocks_for(128) + 2
-    narrow = build(replace(asked, kv_memory=fewest * roomy.plan.bytes_per_block))
+    narrow = build(replace(asked, kv_memory=fewest * roomy.plan.pool.bytes_per_block))
     found = generate(narrow, wanted)
     assert sum(each.num_preemptions for each in found.values())
     assert found == alone

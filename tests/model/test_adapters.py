@@ -190,7 +190,7 @@ def test_alone_batched_chunked_cached_and_preempted_give_the_same_bits(computed:
 def pool_of(computed: str, blocks: int) -> dict[str, object]:
     checkpoint, settings = COMPUTED[computed]
     plan = resolve_plan(engine_config(model=str(shared_checkpoint(**checkpoint)), device="cpu", **settings))
-    return {"kv_memory": blocks * plan.bytes_per_block, "max_model_len": 64}
+    return {"kv_memory": blocks * plan.pool.bytes_per_block, "max_model_len": 64}
 
 
 def test_no_prefix_is_shared_with_another_adapter_or_the_model(made) -> None:
@@ -246,8 +246,8 @@ def test_files_that_changed_end_the_request_with_a_clear_error(made, tmp_path: P
 def test_the_plan_counts_the_memory_of_adapters(tmp_path: Path) -> None:
     path = str(shared_checkpoint("qwen3"))
     plan = resolve_plan(engine_config(model=path, device="cpu", enable_lora=True, max_loras=2, max_cpu_loras=5))
-    one = resolve_plan(engine_config(model=path, device="cpu", enable_lora=True)).adapter_bytes
-    assert (plan.adapters, plan.adapter_bytes, plan.max_lora_rank) == (5, 5 * one, 16)
+    one = resolve_plan(engine_config(model=path, device="cpu", enable_lora=True)).adapters.num_bytes
+    assert (plan.adapters.max_kept, plan.adapters.num_bytes, plan.adapters.max_rank) == (5, 5 * one, 16)
     config = load_model_config(Path(path))
     read = read_adapter(write_adapter(tmp_path, Path(path), rank=16), config, max_rank=16)
     for kernels in (REFERENCE, cpu_kernel_set(1)):

@@ -176,7 +176,7 @@ def test_every_bit_is_that_of_a_search_alone(computed: dict[str, Any]) -> None:
     alone: dict[tuple[str, int], Any] = {}
     for request in requests:
         alone |= generate(roomy, [request])
-    block_bytes = roomy.plan.bytes_per_block
+    block_bytes = roomy.plan.pool.bytes_per_block
     tight = build(
         config(
             **computed,

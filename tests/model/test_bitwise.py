@@ -221,7 +221,7 @@ def test_preempted_equals_solo(caching, model, device, expected):
     tight = engine(
         model,
         device,
-        kv_memory=blocks * plan.bytes_per_block,
+        kv_memory=blocks * plan.pool.bytes_per_block,
         max_model_len=length,
         enable_prefix_caching=caching,
     )

@@ -47,10 +47,13 @@ def test_a_built_engine_follows_the_plan_of_the_dry_run():
     dry = resolve_plan(config())
     built = build(config())
     assert built.plan.load_seconds > 0 == dry.load_seconds
-    for name in ("architecture", "num_parameters", "device", "dtype", "kernels", "num_threads", "vocab_size"):
-        assert getattr(built.plan, name) == getattr(dry, name)
+    for name in ("path", "architecture", "num_parameters", "dtype", "vocab_size"):
+        assert getattr(built.plan.model, name) == getattr(dry.model, name)
+    for name in ("device", "kernels", "num_threads"):
+        assert getattr(built.plan.machine, name) == getattr(dry.machine, name)
+    assert built.plan.identity == dry.identity
     assert built.plan.scheduler == dry.scheduler
-    assert (dry.architecture, dry.vocab_size, dry.device) == ("Qwen3ForCausalLM", VOCAB_SIZE, "cpu")
+    assert (dry.model.architecture, dry.model.vocab_size, dry.machine.device) == ("Qwen3ForCausalLM", VOCAB_SIZE, "cpu")
     assert torch.get_num_threads() == 1
     result = generate(built, [request()])["a", 0]
     assert (len(result.token_ids), result.finish) == (6, "length")
@@ -58,12 +61,12 @@ def test_a_built_engine_follows_the_plan_of_the_dry_run():
 
 def test_sizes_are_those_of_the_checkpoint_and_the_pool():
     plan = build(config(max_num_seqs=3, max_model_len=100, dtype="bfloat16", kernels="reference")).plan
-    assert plan.deterministic, "on a CPU, asked for or not"
-    assert plan.weights_bytes == 2 * plan.num_parameters
-    assert plan.bytes_per_block == 2 * 2 * 2 * 16 * 32 * 2  # layers, K and V, heads, slots, width, bytes
+    assert plan.machine.deterministic, "on a CPU, asked for or not"
+    assert plan.model.weights_bytes == 2 * plan.model.num_parameters
+    assert plan.pool.bytes_per_block == 2 * 2 * 2 * 16 * 32 * 2  # layers, K and V, heads, slots, width, bytes
     assert plan.scheduler.num_blocks == 3 * 7  # no more than three sequences of 100 tokens can use
-    assert plan.kv_bytes == 21 * plan.bytes_per_block
-    assert plan.kv_tokens == 21 * 16
+    assert plan.pool.num_bytes == 21 * plan.pool.bytes_per_block
+    assert plan.scheduler.num_slots == 21 * 16
     assert "21 blocks" in plan_text(plan)
 
 
@@ -73,9 +76,9 @@ def test_what_a_token_costs(tied):
     plan = resolve_plan(config(model=str(path)))
     table, attention_width = VOCAB_SIZE * 64, 4 * 32  # heads, width
     last_layers_end = attention_width * 64 + 3 * 64 * 96
-    assert plan.sampled_parameters == table + last_layers_end
-    assert plan.layer_parameters == plan.num_parameters - last_layers_end - table * (1 if tied else 2)
-    assert (plan.layer_attention, plan.sampled_attention) == (attention_width, attention_width)  # two layers
+    assert plan.cost.sampled_parameters == table + last_layers_end
+    assert plan.cost.layer_parameters == plan.model.num_parameters - last_layers_end - table * (1 if tied else 2)
+    assert (plan.cost.layer_attention, plan.cost.sampled_attention) == (attention_width, attention_width)  # two layers
 
 
 def test_a_token_costs_the_experts_that_it_chooses():
@@ -84,21 +87,21 @@ def test_a_token_costs_the_experts_that_it_chooses():
     plan = resolve_plan(config(model=str(path), dtype="bfloat16", kernels="reference"))
     table, one = VOCAB_SIZE * 64, 3 * 64 * 40
     last_layers_end = 4 * 32 * 64 + 8 * 64 + 3 * one
-    assert plan.sampled_parameters == table + last_layers_end
-    assert plan.layer_parameters == plan.num_parameters - 2 * table - 2 * 8 * one + 3 * one - (
+    assert plan.cost.sampled_parameters == table + last_layers_end
+    assert plan.cost.layer_parameters == plan.model.num_parameters - 2 * table - 2 * 8 * one + 3 * one - (
         last_layers_end - 3 * one
     )
-    assert plan.expert_bytes == 2 * 2 * 8 * one
-    active = plan.layer_parameters + plan.sampled_parameters
-    assert plan.weights_read(1) == plan.weights_read_bytes == 2 * active
+    assert plan.cost.expert_bytes == 2 * 2 * 8 * one
+    active = plan.cost.layer_parameters + plan.cost.sampled_parameters
+    assert plan.cost.weights_read(1) == plan.cost.weights_read_bytes == 2 * active
     touched = 1 - (1 - 3 / 8) ** 8
-    assert plan.weights_read(8) == pytest.approx(2 * active + (touched - 3 / 8) * plan.expert_bytes, abs=2)
-    assert plan.weights_read(10_000) == 2 * active + 2 * 2 * 5 * one
+    assert plan.cost.weights_read(8) == pytest.approx(2 * active + (touched - 3 / 8) * plan.cost.expert_bytes, abs=2)
+    assert plan.cost.weights_read(10_000) == 2 * active + 2 * 2 * 5 * one
     text = plan_text(plan)
-    assert f"{plan.num_parameters:,} parameters, {active:,} of them for a token" in text
+    assert f"{plan.model.num_parameters:,} parameters, {active:,} of them for a token" in text
     assert "; a step reads" in text
     dense = resolve_plan(config())
-    assert dense.weights_read(64) == dense.weights_read_bytes
+    assert dense.cost.weights_read(64) == dense.cost.weights_read_bytes
     assert "of them for a token" not in plan_text(dense)
 
 
@@ -110,13 +113,13 @@ def test_every_token_costs_what_stands_beside_its_experts(family, beside):
     """The last layer has 6 experts of 40, of which a token chooses 2."""
     plan = resolve_plan(config(model=str(shared_checkpoint(family, dtype="bfloat16")), dtype="bfloat16"))
     one, heads = 3 * 64 * 40, 4 * 32 if family == "gemma4_moe" else 64
-    assert plan.sampled_parameters == VOCAB_SIZE * 64 + heads * 64 + 6 * 64 + 2 * one + beside
-    assert (plan.experts, plan.experts_per_token) == (6, 2)
+    assert plan.cost.sampled_parameters == VOCAB_SIZE * 64 + heads * 64 + 6 * 64 + 2 * one + beside
+    assert (plan.cost.experts, plan.cost.experts_per_token) == (6, 2)
 
 
 def test_kv_memory_is_taken_at_its_word():
     plan = resolve_plan(config(kv_memory=50 << 20, max_num_seqs=1, max_model_len=16))
-    assert plan.kv_bytes == 50 << 20
+    assert plan.pool.num_bytes == 50 << 20
 
 
 def test_parameters_are_counted_as_transformers_counts_them():
@@ -124,23 +127,23 @@ def test_parameters_are_counted_as_transformers_counts_them():
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(shared_checkpoint(family))
-        assert resolve_plan(config(model=str(shared_checkpoint(family)))).num_parameters == model.num_parameters()
+        assert resolve_plan(config(model=str(shared_checkpoint(family)))).model.num_parameters == model.num_parameters()
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 def test_the_dtype_is_the_checkpoints_unless_asked_otherwise(stored):
     path = str(shared_checkpoint("qwen2", dtype=stored))
-    assert resolve_plan(config(model=path, kernels="reference")).dtype == stored
+    assert resolve_plan(config(model=path, kernels="reference")).model.dtype == stored
     for asked in ("float32", "bfloat16", "float16"):
         built = build(config(model=path, dtype=asked))
-        assert built.plan.dtype == asked
+        assert built.plan.model.dtype == asked
         assert generate(built, [request()])["a", 0].finish == "length"
 
 
 def test_a_float16_checkpoint_gets_the_fast_kernels_of_a_cpu():
     path = str(shared_checkpoint("qwen2", dtype="float16"))
     built = build(config(model=path))
-    assert (built.plan.dtype, built.plan.kernels) == ("bfloat16", "cpu")
+    assert (built.plan.model.dtype, built.plan.machine.kernels) == ("bfloat16", "cpu")
     (line,) = (line for line in plan_text(built.plan).splitlines() if line.startswith("dtype "))
     assert line.split(None, 1)[1] == (
         "float16 weights are computed in bfloat16 by the C++ kernels; set dtype to float16 to keep them, many times"
@@ -148,21 +151,21 @@ def test_a_float16_checkpoint_gets_the_fast_kernels_of_a_cpu():
     )
     assert generate(built, [request()])["a", 0].finish == "length"
     quantized = resolve_plan(config(model=path, quantization="int8"))
-    assert (quantized.dtype, quantized.kernels) == ("bfloat16", "cpu")
+    assert (quantized.model.dtype, quantized.machine.kernels) == ("bfloat16", "cpu")
     for changes in ({"dtype": "float16"}, {"kernels": "reference"}):
         plan = resolve_plan(config(model=path, **changes))
-        assert (plan.dtype, plan.kernels, plan.why_dtype) == ("float16", "reference", "")
+        assert (plan.model.dtype, plan.machine.kernels, plan.model.why_dtype) == ("float16", "reference", "")
 
 
 def test_the_length_shrinks_to_what_the_memory_holds():
     whole = resolve_plan(config())
     assert whole.scheduler.max_model_len == 512
-    small = build(config(kv_memory=5 * whole.bytes_per_block)).plan
+    small = build(config(kv_memory=5 * whole.pool.bytes_per_block)).plan
     assert (small.scheduler.num_blocks, small.scheduler.max_model_len) == (5, 80)
 
 
 def test_a_length_that_does_not_fit_names_what_would():
-    size = resolve_plan(config()).bytes_per_block
+    size = resolve_plan(config()).pool.bytes_per_block
     with pytest.raises(ConfigError) as failure:
         resolve_plan(config(kv_memory=5 * size, max_model_len=100))
     assert f"set max_model_len to 80 or less, or kv_memory to {7 * size} or more" in str(failure.value)
@@ -196,7 +199,7 @@ def test_impossible_settings_are_refused_before_the_weights_are_read(changes, me
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused():
-    assert resolve_plan(config(device="auto")).device == "cpu"
+    assert resolve_plan(config(device="auto")).machine.device == "cpu"
     with pytest.raises(ConfigError, match="set device to cpu or auto"):
         resolve_plan(config(device="cuda"))
 
@@ -211,11 +214,11 @@ def test_weights_larger_than_the_memory_are_refused(monkeypatch):
 def test_packed_weights_are_counted_as_they_are_held(quantization, bits):
     asked = config(dtype="bfloat16", kernels="cpu", quantization=quantization)
     plan, estimate = build(asked).plan, resolve_plan(asked)
-    multiplied = plan.layer_parameters + plan.sampled_parameters
-    assert bits < 8 * plan.weights_read_bytes / multiplied < 1.2 * bits  # whole panels, scales, repairs
-    assert plan.weights_bytes - plan.weights_read_bytes == 2 * VOCAB_SIZE * 64  # the embedding stays in bf16
-    assert estimate.weights_bytes == pytest.approx(plan.weights_bytes, rel=0.3)
-    assert quantization is not None or estimate.weights_bytes == 2 * plan.num_parameters
+    multiplied = plan.cost.layer_parameters + plan.cost.sampled_parameters
+    assert bits < 8 * plan.cost.weights_read_bytes / multiplied < 1.2 * bits  # whole panels, scales, repairs
+    assert plan.model.weights_bytes - plan.cost.weights_read_bytes == 2 * VOCAB_SIZE * 64  # the embedding stays in bf16
+    assert estimate.model.weights_bytes == pytest.approx(plan.model.weights_bytes, rel=0.3)
+    assert quantization is not None or estimate.model.weights_bytes == 2 * plan.model.num_parameters
     assert f"in {quantization}" in plan_text(plan) or quantization is None
 
 
@@ -267,7 +270,7 @@ def test_the_reference_serves_as_a_whole_what_the_cpu_kernels_cannot(path_option
     path = str(shared_checkpoint("qwen3", **path_options))
     asked = {"model": path, "dtype": "bfloat16", "max_num_seqs": 4, **changes}
     built = build(config(**asked))
-    assert built.plan.kernels == "reference"
+    assert built.plan.machine.kernels == "reference"
     (record,) = caplog.records
     assert record.getMessage().startswith("serving with the slower reference kernels: the cpu kernels ")
     assert reason in record.getMessage()
@@ -295,16 +298,16 @@ def test_new_kernels_need_no_change_of_the_composition(monkeypatch):
     monkeypatch.setattr(kernel_checks, "select", partial(select, providers=(Provider(), *PROVIDERS)))
     for asked in ("auto", "abacus"):
         built = build(config(kernels=asked, num_threads=3))
-        assert (built.plan.kernels, built.plan.num_threads, torch.get_num_threads()) == ("abacus", 3, 1)
+        assert (built.plan.machine.kernels, built.plan.machine.num_threads, torch.get_num_threads()) == ("abacus", 3, 1)
         assert generate(built, [request()])["a", 0].finish == "length"
-    assert build(config(kernels="reference", num_threads=2)).plan.kernels == "reference"
+    assert build(config(kernels="reference", num_threads=2)).plan.machine.kernels == "reference"
     assert torch.get_num_threads() == 2
 
 
 def test_a_quarter_of_the_free_memory_is_the_default(monkeypatch):
-    weights = resolve_plan(config()).weights_bytes
+    weights = resolve_plan(config()).model.weights_bytes
     monkeypatch.setattr(quire_engine.execution.memory, "available_memory", lambda: weights + (4 << 20))
-    assert resolve_plan(config()).kv_bytes == 1 << 20
+    assert resolve_plan(config()).pool.num_bytes == 1 << 20
 
 
 def test_a_missing_or_misshapen_checkpoint_is_refused_by_the_dry_run_too(tmp_path):
@@ -364,5 +367,5 @@ def test_a_gpu_pool_is_measured():
     asked = config(device="cuda", gpu_memory_utilization=0.5)
     built = build(asked)
     _, total = torch.cuda.mem_get_info()
-    assert 0 < built.plan.kv_bytes < 0.5 * total
+    assert 0 < built.plan.pool.num_bytes < 0.5 * total
     assert generate(built, [request()])["a", 0].finish == "length"

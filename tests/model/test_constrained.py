@@ -68,7 +68,7 @@ def engine(blocks: int = 400, **limits) -> BuiltEngine:
 @cache
 def block_bytes() -> int:
     asked = EngineConfig(model=str(demo_model_path()), device="cpu", kv_memory=8 << 20)
-    return build(asked).plan.bytes_per_block
+    return build(asked).plan.pool.bytes_per_block
 
 
 def prompt(text: str) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from quire_kernels.kernel_set import KernelSet
 from quire_kernels.ranks import RankLost
 from quire_kernels.reference import REFERENCE
 from support.checkpoints import shared_checkpoint
+from support.plans import changed
 
 CUDA = torch.device("cuda")
 DIVIDED = replace(REFERENCE, name="triton", part_of=lambda w, _: w)
@@ -105,7 +106,12 @@ def test_weights_of_a_rank_are_its_part_of_the_matrices_and_all_else():
 def test_the_plan_tells_what_each_rank_holds():
     plan = resolve_plan(asked(tensor_parallel_size=1, device="cpu", kernels="reference", kv_memory=4 << 20))
     assert "each rank" not in plan_text(plan)
-    two = replace(plan, device="cuda", tensor_parallel_size=2, weights_bytes=6 << 30, kv_bytes=3 << 30)
+    two = changed(
+        plan,
+        model={"weights_bytes": 6 << 30},
+        machine={"device": "cuda", "tensor_parallel_size": 2},
+        pool={"num_bytes": 3 << 30},
+    )
     assert "each rank        a GPU with 3.00 GiB of weights and 1.50 GiB of the KV cache" in plan_text(two)
 
 

@@ -186,17 +186,17 @@ def test_native_refuses_what_auto_computes_by_transformers(caplog: pytest.LogCap
     with pytest.raises(NotNative, match="GPT2LMHeadModel"):
         resolve_plan(EngineConfig(model=path, device="cpu", model_impl="native"))
     plan = resolve_plan(EngineConfig(model=path, device="cpu"))
-    assert plan.implementation == f"transformers {transformers.__version__}"
+    assert plan.model.implementation == f"transformers {transformers.__version__}"
     assert "GPT2LMHeadModel" in caplog.text
     ours = str(shared_checkpoint("qwen3"))
-    assert resolve_plan(EngineConfig(model=ours, device="cpu")).implementation == ""
-    assert resolve_plan(EngineConfig(model=ours, device="cpu", model_impl="transformers")).implementation
+    assert resolve_plan(EngineConfig(model=ours, device="cpu")).model.implementation == ""
+    assert resolve_plan(EngineConfig(model=ours, device="cpu", model_impl="transformers")).model.implementation
 
 
 def test_an_option_that_our_entry_does_not_know_falls_back(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     folder = make_checkpoint(tmp_path / "m", "llama")
     change(folder, final_logit_softcapping=None, attention_sinks=True)
-    assert resolve_plan(EngineConfig(model=str(folder), device="cpu")).implementation
+    assert resolve_plan(EngineConfig(model=str(folder), device="cpu")).model.implementation
     assert "attention_sinks=True" in caplog.text
 
 
@@ -231,7 +231,7 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path: Path):
     folder = make_checkpoint(tmp_path / "m", "llama")
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     change(folder, auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
-    assert resolve_plan(EngineConfig(model=str(folder), device="cpu", model_impl="transformers")).num_parameters
+    assert resolve_plan(EngineConfig(model=str(folder), device="cpu", model_impl="transformers")).model.num_parameters
     assert not (tmp_path / "ran").exists()
 
 
@@ -409,7 +409,7 @@ class TestEngine:
         roomy = shared(model_type)
         alone = {i: generate(roomy, [each])[each.request_id, 0].token_ids for i, each in enumerate(requests)}
         fewest = 1 + roomy.plan.scheduler.num_blocks_for(128)
-        narrow = build(config(path, kv_memory=fewest * roomy.plan.bytes_per_block, max_num_seqs=6))
+        narrow = build(config(path, kv_memory=fewest * roomy.plan.pool.bytes_per_block, max_num_seqs=6))
         found = generate(narrow, requests)
         assert sum(each.num_preemptions for each in found.values())
         assert {i: found[each.request_id, 0].token_ids for i, each in enumerate(requests)} == alone
@@ -462,7 +462,7 @@ class TestEngine:
     def test_guesses_where_they_can_be(self):
         for name, said in (("qwen3_5_text", "off: this model keeps a recurrent state"), ("gemma2", "suffix")):
             built = build(config(checkpoint(name), speculation="auto"))
-            assert built.plan.speculation.startswith(said)
+            assert built.plan.speculation.text.startswith(said)
             assert f"speculation      {said}" in plan_text(built.plan)
             assert (built.scheduler._speculation is None) == said.startswith("off")
 
@@ -476,7 +476,7 @@ class TestEngine:
             for _ in range(2)
         ]  # fmt: skip
         assert vectors[0] is not None
-        assert len(vectors[0]) == built.plan.hidden_size
+        assert len(vectors[0]) == built.plan.model.hidden_size
         assert vectors[0] == vectors[1]
 
 

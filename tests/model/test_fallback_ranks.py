@@ -88,11 +88,11 @@ def test_ranks_give_the_tokens_of_one(kind: str) -> None:
     with built(kind, 1, enable_prefix_caching=False) as one:
         expected = generate(one, requests)
         assert not any(result.error for result in expected.values())
-        numerics = one.plan.numerics
+        numerics = one.plan.identity.numerics
     with built(kind, 2, prefill_chunk=16, min_chunk=8) as two:
-        assert two.plan.tensor_parallel_size == 2
-        assert two.plan.numerics == numerics
-        assert two.plan.kv_copies == KINDS[kind][2]
+        assert two.plan.machine.tensor_parallel_size == 2
+        assert two.plan.identity.numerics == numerics
+        assert two.plan.pool.copies == KINDS[kind][2]
         assert ("each 2 times, since several ranks have all heads" in plan_text(two.plan)) == (KINDS[kind][2] == 2)
         assert generate(two, requests) == expected
         again = generate(two, requests)
@@ -107,6 +107,6 @@ def test_four_ranks_of_which_two_have_the_same_head() -> None:
     with built("dense", 1) as one:
         expected = generate(one, requests)
     with built("dense", 4, num_threads=4) as four:
-        assert four.plan.kv_copies == 2
+        assert four.plan.pool.copies == 2
         assert "each 2 times, since several ranks have some heads" in plan_text(four.plan)
         assert generate(four, requests) == expected

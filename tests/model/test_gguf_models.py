@@ -203,9 +203,9 @@ def test_a_mixture_of_types_in_several_files(family: str, tmp_path: Path) -> Non
     same_logits(folder, dense)
     config = engine_config(model="", device="cpu", dtype="bfloat16", kernels="reference")
     plans = [resolve_plan(replace(config, model=str(each))) for each in (folder, dense)]
-    assert plans[0].num_parameters == plans[1].num_parameters
-    assert plans[0].weights_bytes == plans[1].weights_bytes
-    assert [plan.stored_as for plan in plans] == ["GGUF, Q4_K, Q6_K", ""]
+    assert plans[0].model.num_parameters == plans[1].model.num_parameters
+    assert plans[0].model.weights_bytes == plans[1].model.weights_bytes
+    assert [plan.model.stored_as for plan in plans] == ["GGUF, Q4_K, Q6_K", ""]
 
 
 def weights_of(model: Model) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def test_the_plan_counts_what_matrices_take(family: str, kind: str, tmp_path: Pa
     config = engine_config(model=str(unfolded(path)), device="cpu", dtype="bfloat16", kernels="cpu", kv_memory=4 << 20)
     plan = resolve_plan(config)
     assert "kept as GGUF, Q" in plan_text(plan)
-    assert 0.97 < plan.weights_bytes / build(config).plan.weights_bytes < 1.03
+    assert 0.97 < plan.model.weights_bytes / build(config).plan.model.weights_bytes < 1.03
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -300,7 +300,7 @@ def test_random_files_for_measuring_are_served(shape: str, tmp_path: Path) -> No
     path = make_gguf_file.make(tmp_path, small._replace(vocabulary=2600))
     config = engine_config(model=str(unfolded(path)), device="cpu", dtype="bfloat16", kernels="cpu", kv_memory=4 << 20)
     routers = "F32, " if small.experts else ""
-    assert build(config).plan.stored_as == f"GGUF, {routers}Q4_K, Q6_K"
+    assert build(config).plan.model.stored_as == f"GGUF, {routers}Q4_K, Q6_K"
     model = Model(unfolded(path), dtype=torch.bfloat16, kernels=cpu_kernel_set(1))
     assert 0.2 < model.logits(random_ids(20), 20).std() < 20
 
@@ -309,7 +309,7 @@ def test_packed_files_have_what_is_stored(tmp_path: Path) -> None:
     path, _ = make_gguf(tmp_path, "llama", kinds=mixed, **WIDE_HEADS)
     config = engine_config(model=str(unfolded(path)), device="cpu", dtype="bfloat16", kernels="cpu", kv_memory=4 << 20)
     config = replace(config, packed_cache_dir=str(tmp_path / "packed"))
-    sizes = [build(config).plan.weights_bytes for _ in range(2)]
+    sizes = [build(config).plan.model.weights_bytes for _ in range(2)]
     assert sizes[0] == sizes[1]
     assert sum(file.stat().st_size for file in (tmp_path / "packed").rglob("*") if file.is_file()) < sizes[0] * 1.1
 

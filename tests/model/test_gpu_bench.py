@@ -88,7 +88,9 @@ def test_the_load_of_nano_vllm_is_its_own():
 
     sizes = replace(parts.ON_CPU, nano=parts.ON_GPU.nano)
     bench = SimpleNamespace(sizes=sizes, checkpoint=lambda _: None, device="cpu", kernels="auto", tell=lambda _: None)
-    built = SimpleNamespace(plan=SimpleNamespace(vocab_size=10**6, scheduler=None), executor=None)
+    built = SimpleNamespace(
+        plan=SimpleNamespace(model=SimpleNamespace(vocab_size=10**6), scheduler=None), executor=None
+    )
     with (
         patch.object(parts, "_to_the_end", noted),
         patch.object(parts, "build", lambda _: built),
@@ -185,18 +187,18 @@ def test_a_decode_step_reads_the_weights_once_and_every_context(tiny):
         alone, three = bench.decodes("serving")
     assert alone.seconds == three.seconds == 1.0
     plan = built.plan
-    per_token = plan.bytes_per_block // 16
+    per_token = plan.pool.bytes_per_block // 16
     # The context, and half of an answer: 8 to settle, 12 steps, and what comes while prompts are still computed.
-    assert alone.num_bytes == plan.weights_read_bytes + (20 + 26 // 2) * per_token
-    assert three.num_bytes == plan.weights_read_bytes + 3 * (20 + 26 // 2) * per_token
+    assert alone.num_bytes == plan.cost.weights_read_bytes + (20 + 26 // 2) * per_token
+    assert three.num_bytes == plan.cost.weights_read_bytes + 3 * (20 + 26 // 2) * per_token
 
 
 def test_operations_of_a_prompt_are_those_of_every_token(tiny):
     plan = build(tiny).plan
-    total = 2 * plan.sampled_parameters
+    total = 2 * plan.cost.sampled_parameters
     for position in range(9):
-        total += 2 * plan.layer_parameters + 4 * plan.layer_attention * (position + 1)
-    assert prompt_operations(plan, 9) == total + 4 * 9 * plan.sampled_attention
+        total += 2 * plan.cost.layer_parameters + 4 * plan.cost.layer_attention * (position + 1)
+    assert prompt_operations(plan.cost, 9) == total + 4 * 9 * plan.cost.sampled_attention
 
 
 def test_the_eager_executor_computes_the_same_tokens(tiny):

@@ -133,8 +133,8 @@ def test_swapped_requests_and_restored_prefixes_have_their_own_bits(device):
     solo = built_on(device)
     for request in requests():
         alone |= generate(solo, [replace(request, cache_salt=request.request_id)])
-    memory = 26 * solo.plan.bytes_per_block
-    tight = built_on(device, kv_memory=memory, swap_space=100 * solo.plan.bytes_per_block, swap_on_cpu=True)
+    memory = 26 * solo.plan.pool.bytes_per_block
+    tight = built_on(device, kv_memory=memory, swap_space=100 * solo.plan.pool.bytes_per_block, swap_on_cpu=True)
     assert tight.plan.scheduler.swap_seconds > 0
     swapping = replace(tight, scheduler=Scheduler(replace(tight.plan.scheduler, swap_seconds=0.0)))
     for _ in range(2):  # the second time prompts are found, in the pool or on the host
@@ -149,7 +149,7 @@ def test_swapped_requests_and_restored_prefixes_have_their_own_bits(device):
 def test_prefixes_from_an_earlier_start_have_their_own_bits(device, tmp_path):
     wanted = [replace(request, n=1) for request in requests()]
     alone = generate(solo := built_on(device), wanted)
-    block = solo.plan.bytes_per_block
+    block = solo.plan.pool.bytes_per_block
     again: dict[str, object] = {"kv_memory": 26 * block, "swap_space": 100 * block, "swap_on_cpu": True}
     found, hits = {}, 0
     for _ in range(2):

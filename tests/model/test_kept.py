@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from quire_engine.scheduling import kept_prefixes
 from support.checkpoints import VOCAB_SIZE
 from support.covering import few
 from support.offline import generate
+from support.plans import changed
 
 PROMPT = tuple(3 + 37 * i % (VOCAB_SIZE - 3) for i in range(330))
 SIZE = 16
@@ -146,6 +146,6 @@ def test_the_plan_tells_of_it(tmp_path: Path) -> None:
     built = keeping("qwen3", tmp_path / "kv", kv_offload_size=1 << 20)
     end(built)
     (line,) = [line for line in plan_text(built.plan).splitlines() if line.startswith("kept prefixes")]
-    assert f"= {built.plan.kept_blocks:,} blocks in files, in {tmp_path / 'kv'}" in line
-    assert built.plan.kept_blocks == (1 << 20) // (built.plan.bytes_per_block + 48)
-    assert "kept prefixes" not in plan_text(replace(built.plan, kept_blocks=0))
+    assert f"= {built.plan.pool.kept_blocks:,} blocks in files, in {tmp_path / 'kv'}" in line
+    assert built.plan.pool.kept_blocks == (1 << 20) // (built.plan.pool.bytes_per_block + 48)
+    assert "kept prefixes" not in plan_text(changed(built.plan, pool={"kept_blocks": 0}))

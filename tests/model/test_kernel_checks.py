@@ -21,6 +21,7 @@ from quire_kernels.verify.watch import run_checks
 from quire_server.metrics.metrics import Metrics
 from support.checkpoints import shared_checkpoint
 from support.exposition import PLAN, Scrape
+from support.plans import changed
 from support.sampling import sample
 
 CPU = torch.device("cpu")
@@ -110,7 +111,7 @@ def test_an_op_that_fails_is_replaced_and_told(caplog):
     assert told[0].startswith("the attention op of the fast kernels failed on this machine and is replaced by a slower")
     assert "numbers are wrong" in told[0]
     assert "raised ZeroDivisionError" in told[1]
-    plan = replace(PLAN, replaced_ops=replaced, left_out_paths=("graphs",))
+    plan = changed(PLAN, machine={"replaced_ops": replaced, "left_out_paths": ("graphs",)})
     assert "kernels without attention, choose (failed their check) without graphs (not shown here)," in plan_text(plan)
     assert "without" not in plan_text(PLAN)
     metrics = Metrics("tiny")

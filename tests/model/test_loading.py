@@ -129,7 +129,7 @@ def test_a_head_beside_tied_embeddings_counts_in_the_plan(tmp_path):
     before = resolve_plan(config)
     _rewrite(path, TIED["a head of its own"])
     table = load_file(path / "model.safetensors")[HEAD].numel()
-    assert resolve_plan(config).num_parameters == before.num_parameters + table
+    assert resolve_plan(config).model.num_parameters == before.model.num_parameters + table
 
 
 @pytest.mark.parametrize("keep", [0, 7, 100, 5000, -1])

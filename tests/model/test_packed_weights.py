@@ -183,7 +183,7 @@ def test_each_way_into_memory_gives_the_same(family, kind, tied, tmp_path, fd):
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[name], expected[name]) for name in expected)
         assert tokens(other) == tokens(plain)
-        assert other.plan.weights_bytes == plain.plan.weights_bytes
+        assert other.plan.model.weights_bytes == plain.plan.model.weights_bytes
 
 
 def test_other_settings_have_other_files(path, tmp_path):
@@ -203,7 +203,7 @@ def test_a_checkpoint_that_changed_is_packed_again(path, tmp_path, fd):
     after, words = started(path, folder, fd)
     assert "packing weights" in phases(words)
     assert not torch.equal(weights(after)["embedding"], weights(before)["embedding"])
-    assert after.plan.checkpoint != before.plan.checkpoint, "so that the server sees it"
+    assert after.plan.identity.checkpoint != before.plan.identity.checkpoint, "so that the server sees it"
 
 
 def test_a_damaged_file_is_packed_again_and_replaced(path, tmp_path, capfd):
@@ -253,12 +253,12 @@ def test_weights_that_are_not_finite_are_refused(value, name, *, changes, path, 
 def test_what_is_in_memory_already_is_not_counted_again(path, monkeypatch, fd):
     """A restart where two copies of the weights would not fit."""
     first, _ = started(path, None, fd, max_num_seqs=1, max_model_len=32)
-    free = first.plan.kv_bytes * 5
+    free = first.plan.pool.num_bytes * 5
     monkeypatch.setattr(quire_engine.execution.memory, "available_memory", lambda: free)
-    assert free < first.plan.weights_bytes
+    assert free < first.plan.model.weights_bytes
     with pytest.raises(ConfigError, match="the weights need"):
         started(path, None, max_num_seqs=1, max_model_len=32)
-    again, _ = started(path, None, fd, kv_memory=first.plan.kv_bytes, max_model_len=32)
+    again, _ = started(path, None, fd, kv_memory=first.plan.pool.num_bytes, max_model_len=32)
     assert again.plan.scheduler.num_blocks == first.plan.scheduler.num_blocks
 
 
@@ -280,8 +280,8 @@ def test_packing_takes_what_is_packed_and_one_layer(tmp_path, fd):
     size = make_big.make(tmp_path / "big", 0.012)
     built: list[BuiltEngine] = []
     most = peak(lambda: built.append(started(tmp_path / "big", None, fd, quantization="int8", kv_memory=1 << 20)[0]))
-    layers = built[0].plan.layer_parameters * 2 / built[0].executor._runner._decoder.config.num_layers
-    allowed = built[0].plan.weights_bytes + layers + (24 << 20)  # libraries, code, stacks
+    layers = built[0].plan.cost.layer_parameters * 2 / built[0].executor._runner._decoder.config.num_layers
+    allowed = built[0].plan.model.weights_bytes + layers + (24 << 20)  # libraries, code, stacks
     assert most <= allowed < size, (most, allowed, size)
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire_engine.contract.config import EngineConfig, engine_config, for_later_engines
+from quire_engine.contract.config import EngineConfig, engine_config
+from quire_engine.contract.plan import for_later_engines
 from quire_engine.execution import proven_paths, prover_process
 from quire_engine.execution.models.found import find_model
 from quire_engine.execution.proven_paths import asked_paths, may_be_asked, shown_here, without_paths
@@ -40,6 +41,7 @@ from support.checkpoints import shared_checkpoint
 from support.covering import few
 from support.exposition import PLAN
 from support.model_steps import random_ids
+from support.plans import changed
 
 TESTS = Path(__file__).parents[1]
 KINDS = {
@@ -126,7 +128,7 @@ def test_settings_go_with_the_path_they_ask_for():
 def test_ranks_and_later_engines_take_the_same_paths():
     config = EngineConfig(model="/m")
     assert engine_config(asdict(config)).left_out_paths is None
-    later = for_later_engines(config, replace(PLAN, left_out_paths=(GRAPHS,)))
+    later = for_later_engines(config, changed(PLAN, machine={"left_out_paths": (GRAPHS,)}))
     assert later.left_out_paths == (GRAPHS,)
     assert engine_config(json.loads(json.dumps(asdict(later)))) == later
 

@@ -186,15 +186,15 @@ def test_the_plan_counts_the_numbers_and_not_the_words(tmp_path: Path) -> None:
     for kernels in ("reference", "cpu"):
         configs = [engine_config(model=str(path), device="cpu", dtype="bfloat16", kernels=kernels) for path in paths]
         plans = [resolve_plan(config) for config in configs]
-        assert plans[0].num_parameters == plans[1].num_parameters
-        assert [plan.stored_as for plan in plans] == ["GPTQ, 4 bits", ""]
+        assert plans[0].model.num_parameters == plans[1].model.num_parameters
+        assert [plan.model.stored_as for plan in plans] == ["GPTQ, 4 bits", ""]
         if kernels == "reference":
-            assert plans[0].weights_bytes == plans[1].weights_bytes
+            assert plans[0].model.weights_bytes == plans[1].model.weights_bytes
             assert "decoded from GPTQ, 4 bits" in plan_text(plans[0])
         else:
             assert "kept as GPTQ, 4 bits" in plan_text(plans[0])
-            loaded = [build(config).plan.weights_bytes for config in configs]
-            assert 0.9 < (plans[0].weights_bytes - plans[1].weights_bytes) / (loaded[0] - loaded[1]) < 1.3
+            loaded = [build(config).plan.model.weights_bytes for config in configs]
+            assert 0.9 < (plans[0].model.weights_bytes - plans[1].model.weights_bytes) / (loaded[0] - loaded[1]) < 1.3
 
 
 def changed(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Parts], None]:

@@ -92,7 +92,7 @@ def test_swapped_requests_of_ranks_come_back_whole() -> None:
         for r in wanted
     )
     length = max(len(r.prompt_token_ids) + r.stop.max_new_tokens for r in wanted)
-    tight = {"kv_memory": int(1.2 * most) * plan.bytes_per_block, "max_model_len": length, "prefill_chunk": 24}
+    tight = {"kv_memory": int(1.2 * most) * plan.pool.bytes_per_block, "max_model_len": length, "prefill_chunk": 24}
     host = {"swap_space": 8 << 20, "swap_on_cpu": True}
     with ranks("bf16", 2, **CACHING, **tight, **host) as built:
         free = replace(built, scheduler=Scheduler(replace(built.plan.scheduler, swap_seconds=0.0)))

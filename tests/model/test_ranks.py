@@ -60,8 +60,8 @@ def test_ranks_give_the_tokens_of_one_and_a_killed_one_ends_the_step(model: str,
     one = build(settings_of(model, num_threads=2, enable_prefix_caching=False))
     expected = generate(one, requests)
     with ranks(model, size, enable_prefix_caching=True) as built:
-        assert built.plan.tensor_parallel_size == size
-        assert built.plan.numerics == one.plan.numerics
+        assert built.plan.machine.tensor_parallel_size == size
+        assert built.plan.identity.numerics == one.plan.identity.numerics
         assert generate(built, requests) == expected
         again = generate(built, requests)
         assert again == expected
@@ -75,7 +75,7 @@ def test_ranks_give_the_tokens_of_one_and_a_killed_one_ends_the_step(model: str,
         for r in requests
     )
     length = max(len(r.prompt_token_ids) + r.stop.max_new_tokens for r in requests)
-    tight = {"kv_memory": int(1.2 * most) * plan.bytes_per_block, "max_model_len": length, "speculation": "suffix"}
+    tight = {"kv_memory": int(1.2 * most) * plan.pool.bytes_per_block, "max_model_len": length, "speculation": "suffix"}
     resumed = [
         replace(request, resumed_token_ids=(tuple(expected[request.request_id, 0].token_ids[:1]),))
         for request in requests
@@ -132,10 +132,10 @@ def test_adapters_beside_ranks(tmp_path: Path) -> None:
 
 def test_the_pool_s_memory_is_that_of_all_ranks() -> None:
     one, two = (resolve_plan(settings_of("bf16", tensor_parallel_size=size, num_threads=2)) for size in (1, 2))
-    assert (two.bytes_per_block, two.scheduler) == (one.bytes_per_block, one.scheduler)
-    assert (one.num_threads, two.num_threads) == (2, 1)
+    assert (two.pool.bytes_per_block, two.scheduler) == (one.pool.bytes_per_block, one.scheduler)
+    assert (one.machine.num_threads, two.machine.num_threads) == (2, 1)
     four = resolve_plan(settings_of("bf16", tensor_parallel_size=4, num_threads=4))  # two heads of keys, each twice
-    assert four.bytes_per_block == 2 * one.bytes_per_block
+    assert four.pool.bytes_per_block == 2 * one.pool.bytes_per_block
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def on_a_gpu(
         path, model, kernels=SIMULATED, dtype=torch.float32, device=CPU, max_model_len=config.max_model_len
     )
     num_blocks = config.num_blocks + spare_blocks(SIMULATED, CUDA)
-    num_blocks += staging_blocks_for(SIMULATED, CUDA, built.plan.bytes_per_block, num_host_blocks)
+    num_blocks += staging_blocks_for(SIMULATED, CUDA, built.plan.pool.bytes_per_block, num_host_blocks)
     executor = make_executor(
         decoder,
         SIMULATED,

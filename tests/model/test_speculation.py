@@ -327,8 +327,9 @@ def test_the_memory_of_a_draft_model_is_bounded_and_planned() -> None:
     speculation = f"model:{demo_model_path()}"
     for blocks, expected in ((40, 10), (400, 100), (4000, 8 * 32)):
         asked = resolve(engine_asked(blocks, speculation=speculation))
-        plan = asked.plan(asked.pool(blocks * asked.bytes_per_block))
-        assert plan.draft_bytes == asked.weights.total + expected * asked.bytes_per_block
+        pool = asked.pool(blocks * asked.bytes_per_block)
+        plan = asked.plan(pool, asked.scheduler(pool))
+        assert plan.speculation.draft_bytes == asked.weights.total + expected * asked.bytes_per_block
     assert asked.bytes_beside_pool == 2 * asked.weights.total
 
 

@@ -76,7 +76,7 @@ def test_what_a_killed_engine_had_computed_is_not_computed_again(
         plan = await supervisor.start()
         try:
             assert plan.scheduler.limits.block_size == BLOCK
-            assert plan.blocks_taken_over == 0
+            assert plan.pool.blocks_taken_over == 0
             undisturbed = await _play(supervisor, _nothing)
             for number in kills:
                 supervisor_restarts = supervisor.restarts
@@ -92,10 +92,10 @@ def test_what_a_killed_engine_had_computed_is_not_computed_again(
                 assert supervisor.restarts == supervisor_restarts + 1
                 assert supervisor.plan is not None
                 if number == signal.SIGKILL:
-                    assert supervisor.plan.blocks_taken_over >= len(NAMES) * ((PROMPT + 40) // BLOCK)
+                    assert supervisor.plan.pool.blocks_taken_over >= len(NAMES) * ((PROMPT + 40) // BLOCK)
                     assert streams.prefilled <= len(NAMES) * BLOCK
                 else:
-                    assert supervisor.plan.blocks_taken_over == 0
+                    assert supervisor.plan.pool.blocks_taken_over == 0
                     assert streams.prefilled >= len(NAMES) * PROMPT
                 assert supervisor.state is EngineState.READY
         finally:

@@ -40,7 +40,7 @@ def tight(model: str, requests, **changes) -> BuiltEngine:
         for r in requests
     )
     length = max(len(r.prompt_token_ids) + r.stop.max_new_tokens for r in requests)
-    memory = int(1.2 * largest) * plan.bytes_per_block
+    memory = int(1.2 * largest) * plan.pool.bytes_per_block
     built = engine(model, kv_memory=memory, max_model_len=length, **HOST, **changes)
     return built if "kv_offload_dir" in changes else swapping(built)
 
@@ -188,7 +188,7 @@ def test_a_swap_space_that_cannot_be_is_refused(space, message):
 
 def test_the_plan_tells_of_the_swap_space():
     plan = engine(**HOST).plan
-    assert plan.scheduler.num_host_blocks == HOST["swap_space"] // plan.bytes_per_block
+    assert plan.scheduler.num_host_blocks == HOST["swap_space"] // plan.pool.bytes_per_block
     assert plan.scheduler.swap_seconds > 0
     (line,) = [line for line in plan_text(plan).splitlines() if line.startswith("swap space")]
     assert "8.00 MiB of host memory = " in line

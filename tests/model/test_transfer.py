@@ -45,7 +45,7 @@ class Side:
         self.engine.on_step = self._take
         if digest:
             self.engine.control("name_model", {"digest": digest})
-        self.address = self.built.plan.kv_address
+        self.address = self.built.plan.transfer.address
         self.said: dict[str, list[object]] = {}
         self.cached: dict[str, int] = {}
 
@@ -105,7 +105,7 @@ def test_fetched_blocks_have_the_bits_of_computed_ones(model: str) -> None:
         assert prefill.stats.total_transfers["sent"] == BLOCKS
         assert prefill.leased() == 0
         # What has come can be lent on.
-        assert decode.stats.total_transfer_bytes["received"] == BLOCKS * decode.built.plan.bytes_per_block
+        assert decode.stats.total_transfer_bytes["received"] == BLOCKS * decode.built.plan.pool.bytes_per_block
 
 
 def test_blocks_come_while_the_other_engine_computes() -> None:
@@ -134,7 +134,7 @@ def test_another_model_or_none_yet_is_a_miss() -> None:
 def test_a_flipped_byte_is_a_miss_from_there_on() -> None:
     with sides("qwen3", "qwen3") as (prefill, decode), KVWire(prefill.address) as wire:
         prefill.run(asked("p", max_new_tokens=0))
-        wire.flip_at = 10 * decode.built.plan.bytes_per_block
+        wire.flip_at = 10 * decode.built.plan.pool.bytes_per_block
         decode.run(replace(asked("d"), kv_source=source(wire.address)))
         assert 0 < decode.cached["d"] < BLOCKS * SIZE
         assert decode.stats.total_transfers["refused"] == 1

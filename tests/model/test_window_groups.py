@@ -161,7 +161,8 @@ def test_a_gemma_of_32k_holds_four_times_the_sequences(tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 32768}
     make_checkpoint(tmp_path, "gemma3", num_hidden_layers=26, layer_types=layers, sliding_window=512, **sizes)
     resolved = building.resolve(EngineConfig(model=str(tmp_path), device="cpu", max_model_len=32768))
-    plan = resolved.plan(resolved.pool(1 << 30))
+    pool = resolved.pool(1 << 30)
+    plan = resolved.plan(pool, resolved.scheduler(pool))
     bytes_per_layer = resolved.bytes_per_block // resolved.layout.layers_per_block
     shared = (1 << 30) // (32768 // 16 * 26 * bytes_per_layer)  # with all layers in every block
     assert plan.scheduler.num_blocks // plan.scheduler.num_blocks_for(32768) >= 4 * shared > 0

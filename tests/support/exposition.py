@@ -7,28 +7,21 @@ Must not know: which metrics there are.
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.limits import SchedulerConfig
 from quire_engine.contract.types import EngineStats, RequestTiming
 from quire_server.metrics.metrics import Metrics
+from support.plans import small_plan
 
-PLAN = EnginePlan(
-    model="/m",
-    architecture="Qwen3ForCausalLM",
-    num_parameters=1000,
-    device="cpu",
-    dtype="float32",
-    kernels="reference",
-    num_threads=1,
-    vocab_size=100,
-    weights_bytes=4000,
-    kv_bytes=64 * 1024,
-    bytes_per_block=1024,
+PLAN = replace(
+    small_plan(
+        SchedulerConfig(num_blocks=64, max_model_len=256),
+        model={"architecture": "Qwen3ForCausalLM", "num_parameters": 1000, "weights_bytes": 4000},
+    ),
     load_seconds=0.5,
-    scheduler=SchedulerConfig(num_blocks=64, max_model_len=256),
 )
 
 

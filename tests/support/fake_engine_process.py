@@ -14,19 +14,20 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "engine"), str(ROOT / "tests")]
 
 from quire_engine.contract.batch import Batch, SampledToken, StepResult  # noqa: E402
-from quire_engine.contract.config import EngineConfig, EnginePlan  # noqa: E402
+from quire_engine.contract.config import EngineConfig  # noqa: E402
+from quire_engine.contract.plan import EnginePlan  # noqa: E402
 from quire_engine.engine import Engine  # noqa: E402
 from quire_engine.process.loop import EngineLoop  # noqa: E402
 from quire_engine.process.transport import FrameDecoder, LoadProgress, StartFailed, encode_frame  # noqa: E402
 from quire_engine.scheduling.scheduler import Scheduler  # noqa: E402
 from support.limits import scheduler_config  # noqa: E402
+from support.plans import changed, small_plan  # noqa: E402
 
 PICKED = "avx2"
 STEP_SECONDS = 0.002
@@ -84,20 +85,11 @@ def make_plan(model: str = "ok", **scheduler: int) -> EnginePlan:
     """The plan that the process announces."""
     settings = {"num_blocks": 512, "max_model_len": 1024, "max_num_seqs": 16, "max_num_batched_tokens": 128}
     settings["enable_prefix_caching"] = False
-    return EnginePlan(
-        model=model,
-        architecture="FakeForCausalLM",
-        num_parameters=0,
-        device="cpu",
-        dtype="float32",
-        kernels="none",
-        num_threads=1,
-        vocab_size=1000,
-        weights_bytes=0,
-        kv_bytes=0,
-        bytes_per_block=0,
-        load_seconds=0.0,
-        scheduler=scheduler_config(**{**settings, **scheduler}),
+    return small_plan(
+        scheduler_config(**{**settings, **scheduler}),
+        model={"path": model, "num_parameters": 0, "vocab_size": 1000, "weights_bytes": 0},
+        machine={"kernels": "none"},
+        pool={"num_bytes": 0, "bytes_per_block": 0},
     )
 
 
@@ -130,7 +122,7 @@ def main(fd: int) -> None:
         time.sleep(float(seconds or SLOW_STEP_SECONDS))
     plan = make_plan(start.model)
     if start.model == "picky":
-        plan = replace(plan, cpu_variant=PICKED)
+        plan = changed(plan, machine={"cpu_variant": PICKED})
     engine = Engine(Scheduler(plan.scheduler), InventingExecutor(start.model), check_invariants=True)
     loop = EngineLoop(engine, connection, decoder, alive_seconds=start.alive_seconds)
     loop.send(plan)

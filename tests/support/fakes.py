@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.plan import EnginePlan
 from support.fake_engine import HIDDEN_SIZE, FakeEngine
 from support.fake_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, load_tokenizer, tokenizer_path
 from support.limits import scheduler_config
+from support.plans import small_plan
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -63,21 +64,10 @@ def _make_settings(options: dict[str, object]) -> Settings:
 
 
 def make_plan(*, max_model_len: int = 512, max_num_seqs: int = 64) -> EnginePlan:
-    return EnginePlan(
-        model=MODEL,
-        architecture="FakeForCausalLM",
-        num_parameters=1,
-        device="cpu",
-        dtype="float32",
-        kernels="reference",
-        num_threads=1,
-        vocab_size=VOCAB_SIZE,
-        weights_bytes=4,
-        kv_bytes=100 * 16 * 4,
-        bytes_per_block=64,
-        load_seconds=0.0,
-        hidden_size=HIDDEN_SIZE,
-        scheduler=scheduler_config(num_blocks=100, max_model_len=max_model_len, max_num_seqs=max_num_seqs),
+    return small_plan(
+        scheduler_config(num_blocks=100, max_model_len=max_model_len, max_num_seqs=max_num_seqs),
+        model={"path": MODEL, "vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN_SIZE},
+        pool={"num_bytes": 100 * 16 * 4, "bytes_per_block": 64},
     )
 
 

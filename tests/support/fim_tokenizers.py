@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from support.fake_engine import FakeEngine
 from support.fake_tokenizer import VOCAB_SIZE, write_tokenizer
 from support.fakes import make_state
+from support.plans import changed
 
 if TYPE_CHECKING:
     from quire_server.state import ServerState
@@ -37,5 +38,5 @@ def fim_tokenizer(path: Path, names: Sequence[str] = QWEN) -> TextTokenizer:
 def fim_state(path: Path, engine: FakeEngine) -> ServerState:
     """Call inside an event loop."""
     state = make_state(engine=engine)
-    state.client.plan = replace(state.client.plan, vocab_size=VOCAB_SIZE + len(QWEN))
+    state.client.plan = changed(state.client.plan, model={"vocab_size": VOCAB_SIZE + len(QWEN)})
     return replace(state, model_text=replace(state.model_text, tokenizer=fim_tokenizer(path)))

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from quire_engine.contract.config import EngineConfig, EnginePlan
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.links.link_security import LinkSecurity
 from quire_server.engine.nodes.addresses import Address, Source
 from quire_server.engine.nodes.node import Node
@@ -19,6 +20,7 @@ from quire_server.engine.nodes.node_set import NodeSet
 from quire_server.engine.replica_routing import Router
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import EngineState, Supervisor
+from support.plans import changed
 from support.supervising import FAKE, Client
 
 NO_SECRETS = LinkSecurity()
@@ -61,7 +63,7 @@ async def served_node(
 
     async def start() -> None:
         plan = await supervisor.start()
-        node.started(change(replace(plan, checkpoint="the model", numerics="same")))
+        node.started(change(changed(plan, identity={"checkpoint": "the model", "numerics": "same"})))
 
     try:
         if waits:

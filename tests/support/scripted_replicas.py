@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from quire_engine.contract.config import EngineConfig, EnginePlan
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import EngineStats, GenerationRequest, StepOutput, TokenOutput
 from quire_engine.process.transport import Abort, Frame
 from quire_server.engine.local_replicas import LocalReplicas
@@ -15,6 +16,7 @@ from quire_server.engine.replica_routing import Router
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import EngineState, Supervisor
 from support.fake_engine_process import make_plan
+from support.plans import changed
 from support.supervising import Client
 
 BLOCKS = 512
@@ -93,7 +95,7 @@ class ScriptedSupervisor(Supervisor):
 
     def _arrive(self) -> None:
         self._process = FakeConnection()  # type: ignore[assignment]
-        self.plan = replace(make_plan(), numerics=self.numerics)
+        self.plan = changed(make_plan(), identity={"numerics": self.numerics})
         self.state = EngineState.READY
 
 

@@ -16,7 +16,8 @@ from typing import Any
 from unittest import mock
 
 from quire_engine.build import build
-from quire_engine.contract.config import EngineConfig, EnginePlan
+from quire_engine.contract.config import EngineConfig
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import StepOutput
 from quire_engine.engine import Engine
 from quire_engine.process.loop import EngineLoop

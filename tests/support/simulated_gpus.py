@@ -148,9 +148,9 @@ def _same() -> None:
         assert any(each.num_preemptions for each in found.values())
         assert machine.device.replays > 10
         plans = [built.plan for built in (one, two)]
-        assert [plan.kv_bytes for plan in plans] == [BLOCKS * BLOCK_BYTES] * 2
-        assert [plan.tensor_parallel_size for plan in plans] == [1, GPUS]
-        assert plans[1].weights_bytes > plans[0].weights_bytes  # of the embedding, which both have
+        assert [plan.pool.num_bytes for plan in plans] == [BLOCKS * BLOCK_BYTES] * 2
+        assert [plan.machine.tensor_parallel_size for plan in plans] == [1, GPUS]
+        assert plans[1].model.weights_bytes > plans[0].model.weights_bytes  # of the embedding, which both have
         pids = _pids(two)
         two.close()
     for pid in pids:

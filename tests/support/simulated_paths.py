@@ -236,9 +236,10 @@ def _serve(faults: Faults) -> None:
         for _ in range(2):
             built = build(_config(faults))
             same = None if found else generate(built, requests()[:3]) == expected
-            found.append({"same": same, "left_out": built.plan.left_out_paths, "replaced": built.plan.replaced_ops})
+            machine = built.plan.machine
+            found.append({"same": same, "left_out": machine.left_out_paths, "replaced": machine.replaced_ops})
             children = len(_checked().read_text(encoding="utf-8").splitlines())
-            found[-1] |= {"children": children, "said": said.take(), "kv": built.plan.kv_cache_dtype}
+            found[-1] |= {"children": children, "said": said.take(), "kv": built.plan.pool.dtype}
             built.close()
     print(json.dumps(found))
 

@@ -1,16 +1,15 @@
-"""The engine's configuration as requested (`EngineConfig`) and as resolved (`EnginePlan`): two frozen objects.
+"""The engine's configuration as requested, `EngineConfig`, and the names that its fields may have.
 
-Promises: neither changes after it is made; the plan holds every number that the server needs to check a request. Must
-not know: torch, flags.
+Promises: a configuration never changes after it is made. Must not know: torch, flags.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from quire_engine.contract.limits import SchedulerConfig, SchedulerLimits, scheduler_limits
+from quire_engine.contract.limits import SchedulerLimits, scheduler_limits
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
@@ -168,7 +167,7 @@ class EngineConfig:
     tells_blocks: bool = False  # events of the cache are published, with tokens
     kv_transfer: KVTransferConfig | None = None  # pass KV blocks on to other engines, and fetch theirs; None: neither
     role: Role = "both"  # what a front sends here
-    row_seconds: tuple[tuple[int, float], ...] = ()  # `EnginePlan.row_seconds` of an earlier engine; none: measure them
+    row_seconds: tuple[tuple[int, float], ...] = ()  # of an earlier engine's plan; none: measure them
     faults: tuple[Fault, ...] = ()  # to be injected, for tests
 
 
@@ -204,95 +203,3 @@ def engine_config(plain: Mapping[str, Any]) -> EngineConfig:
         "kv_transfer": None if transfer is None else KVTransferConfig(**transfer),
     }
     return EngineConfig(**{**plain, **made})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnginePlan:
-    """The resolved configuration, which is printed, exported and used to check requests."""
-
-    model: str  # a directory, or the GGUF file as the user has named it
-    architecture: str
-    num_parameters: int
-    device: str
-    dtype: str
-    kernels: str
-    num_threads: int  # of each rank
-    vocab_size: int  # width of the logits
-    weights_bytes: int
-    kv_bytes: int
-    bytes_per_block: int
-    load_seconds: float
-    scheduler: SchedulerConfig
-    quantization: Quantization | None = None
-    stored_as: str = ""  # the form of the checkpoint's matrices, where they are quantised
-    gguf_type: str = ""  # of a GGUF file as a whole, such as Q4_K_M; empty: the checkpoint is none
-    keeps_stored: bool = False  # the kernels compute with that form; else they are decoded at load
-    kv_cache_dtype: KVCacheDType = "auto"
-    deterministic: bool = False  # a row's bits do not depend on its batch
-    tensor_parallel_size: int = 1  # ranks that compute the model together
-    kv_copies: float = 1.0  # of each token's keys and values: ranks may have the same heads, or all of them
-    replaced_ops: tuple[str, ...] = ()  # ops that failed their check at start and run on the reference
-    left_out_paths: tuple[str, ...] = ()  # optional paths of the GPU's kernels that it has not shown
-    implementation: str = ""  # whose code computes the model, where it is not ours
-    gpu: str = ""  # its UUID, as the driver names it; empty on a CPU
-    checkpoint: str = ""  # changes when a file of the model does
-    numerics: str = ""  # engines of one name compute the same bits; a stream may go on with any of them
-    arithmetic: str = ""  # the same without the checkpoint, whose name here is of this machine's files
-    cpu_variant: CpuVariant | None = None  # of the C++ kernels; None with other kernels
-    why_cpu_variant: str = ""  # a reason to show to the operator
-    why_dtype: str = ""  # the same, where the dtype is neither asked for nor the checkpoint's
-    speculation: str = ""  # how tokens are guessed, or the reason why not; empty: not asked for
-    draft_model: str = ""  # the directory of the model that guesses tokens
-    draft_bytes: int = 0  # its weights and its pool
-    row_seconds: tuple[tuple[int, float], ...] = ()  # of a step by its rows, where tokens are guessed
-    blocks_taken_over: int = 0  # of the pool, which the engine process before had computed
-    kept_blocks: int = 0  # prefix blocks in files at most, beside a pool in host memory
-    kept_in: str = ""  # their directory
-    kv_address: str = ""  # HOST:PORT where other engines fetch KV blocks; empty: nowhere
-    role: Role = "both"
-    adapters: int = 0  # that may be in memory at once; 0: they are not enabled
-    max_lora_rank: int = 0
-    adapter_bytes: int = 0  # of all adapters in memory, at most
-    hidden_size: int = 0  # length of an embedding
-    # The cost of a token; 0: unknown.
-    layer_parameters: int = 0  # multiplied with every token
-    sampled_parameters: int = 0  # multiplied with every token whose logits are needed: the last layer's end, the head
-    weights_read_bytes: int = 0  # weights read by a step of one token with logits
-    expert_bytes: int = 0  # of the weights, those of experts
-    experts: int = 1  # of a layer
-    experts_per_token: int = 1
-    # Query heads x head width x layers: 4 times as many FLOP per token and attended token.
-    layer_attention: int = 0  # for all layers but the last
-    sampled_attention: int = 0  # for the last layer
-
-    def weights_read(self, tokens: int) -> int:
-        """The bytes of weights that a step of so many tokens reads, if every expert is as likely as any other."""
-        share = self.experts_per_token / self.experts
-        touched = 1.0 - (1.0 - share) ** tokens
-        return self.weights_read_bytes + int((touched - share) * self.expert_bytes)
-
-    @property
-    def kv_tokens(self) -> int:
-        return self.scheduler.num_slots
-
-
-def for_later_engines(config: EngineConfig, plan: EnginePlan) -> EngineConfig:
-    """The configuration for engine processes after the one that made `plan`.
-
-    They keep the pool and the length that requests were checked against, however much memory is free by then. They keep
-    the instruction set and a GPU's optional paths too: others round differently, and resumed requests would continue
-    with other tokens. And they listen where the first one did, and need not measure again what steps take.
-    """
-    kv_memory, max_model_len = plan.kv_bytes or None, plan.scheduler.max_model_len
-    transfer = config.kv_transfer
-    if transfer is not None and plan.kv_address and not transfer.reached_at:
-        transfer = replace(transfer, listen=plan.kv_address)  # others know it
-    return replace(
-        config,
-        kv_memory=kv_memory,
-        max_model_len=max_model_len,
-        cpu_variant=plan.cpu_variant,
-        kv_transfer=transfer,
-        row_seconds=plan.row_seconds,
-        left_out_paths=plan.left_out_paths,
-    )

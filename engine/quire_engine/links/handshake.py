@@ -12,7 +12,7 @@ from hashlib import sha256
 
 from quire_engine.contract.errors import QuireError
 
-VERSION = 2  # of the handshake and of the frames after it; peers of unlike versions do not speak
+VERSION = 3  # of the handshake and of the frames after it; peers of unlike versions do not speak
 TO_NODE, TO_ENGINE = b"QUIRE/EN", b"QUIRE/KV"  # purposes of a connection: requests, KV blocks
 _NONCE_BYTES = 32
 _HELLO = struct.Struct(f">8sH{_NONCE_BYTES}s")

@@ -13,8 +13,9 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from quire_engine.contract.config import EngineConfig, EnginePlan
+from quire_engine.contract.config import EngineConfig
 from quire_engine.contract.errors import ProtocolError
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.token_columns import OTHER_FIELDS, Outputs, StepInColumns, Stream
 from quire_engine.contract.types import EngineHealth, GenerationRequest, StepOutput
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from quire_engine.build import build
 from quire_engine.contract.batch import Batch, StepResult
-from quire_engine.contract.config import EngineConfig, EnginePlan, engine_config
+from quire_engine.contract.config import EngineConfig, engine_config
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import GenerationRequest, SamplingParams, StopParams
 from quire_engine.cost_model import step_sizes
 from quire_engine.engine import Engine, StepExecutor
@@ -110,7 +111,7 @@ class Grid:
         """Run `width` concurrent requests to completion. Random prompts have no hits in the prefix cache."""
         for _ in range(width):
             self._number += 1
-            vocabulary = range(min(_SPECIAL_IDS, self._plan.vocab_size // 2), self._plan.vocab_size)
+            vocabulary = range(min(_SPECIAL_IDS, self._plan.model.vocab_size // 2), self._plan.model.vocab_size)
             self._engine.submit(
                 GenerationRequest(
                     request_id=str(self._number),
@@ -143,24 +144,24 @@ def calibrate(config: EngineConfig, seconds: float) -> dict[str, Any]:
         "fit_error": error.as_plain(),
         "num_samples": len(samples),
         "settings": {**asdict(scheduler.limits), **pool},
-        "bytes_per_block": plan.bytes_per_block,
+        "bytes_per_block": plan.pool.bytes_per_block,
     }
 
 
 def machine(plan: EnginePlan) -> dict[str, Any]:
     """Facts about the machine, the model and the build; `hash` tells whether a cost model fits another machine."""
-    facts = machine_facts()
+    facts, model, computing = machine_facts(), plan.model, plan.machine
     what = {
-        "model": plan.checkpoint,
-        "architecture": plan.architecture,
+        "model": plan.identity.checkpoint,
+        "architecture": model.architecture,
         "build": version("quire"),
-        "kernels": plan.kernels,
-        "cpu_variant": plan.cpu_variant or "none",
-        "dtype": plan.dtype,
-        "quantization": plan.quantization or "none",
-        "kv_cache_dtype": plan.kv_cache_dtype,
-        "threads": plan.num_threads,
-        "device": plan.device,
+        "kernels": computing.kernels,
+        "cpu_variant": computing.cpu_variant or "none",
+        "dtype": model.dtype,
+        "quantization": model.quantization or "none",
+        "kv_cache_dtype": plan.pool.dtype,
+        "threads": computing.num_threads,
+        "device": computing.device,
         "processor": facts["processor"],
         "gpus": [gpu["name"] for gpu in facts["gpus"]],
     }

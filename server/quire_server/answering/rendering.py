@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import Adapter
 from quire_server.answering.choice import ChoiceDelta
 from quire_server.answering.generation import Generation, Usage
@@ -48,10 +48,11 @@ def fingerprint(plan: EnginePlan, adapter: Adapter | None = None) -> str:
 
     It has the model's name without its folder, so that equal servers have equal fingerprints.
     """
+    model, machine = plan.model, plan.machine
     identity = (
-        *(VERSION, Path(plan.model).name, plan.architecture, plan.num_parameters),
-        *(plan.device, plan.dtype, plan.kernels, plan.cpu_variant, plan.quantization, plan.kv_cache_dtype),
-        plan.deterministic,
+        *(VERSION, Path(model.path).name, model.architecture, model.num_parameters),
+        *(machine.device, model.dtype, machine.kernels, machine.cpu_variant, model.quantization, plan.pool.dtype),
+        machine.deterministic,
         *(() if adapter is None else (adapter.digest,)),
     )
     return "fp_" + hashlib.sha256(repr(identity).encode()).hexdigest()[:12]

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import SamplingParams, StopParams
 from quire_server.answering.options import GenerationOptions, SamplingNumbers
 from quire_server.errors import BadRequest, ContextLengthExceeded
@@ -38,7 +38,7 @@ class ModelLimits:
         cls, plan: EnginePlan, tokenizer: TextTokenizer, max_logprobs: int, most_tokens: int | None = None
     ) -> ModelLimits:
         return cls(
-            num_token_ids=min(plan.vocab_size, tokenizer.vocab_size),
+            num_token_ids=min(plan.model.vocab_size, tokenizer.vocab_size),
             scheduler=plan.scheduler,
             max_logprobs=max_logprobs,
             most_tokens=most_tokens,

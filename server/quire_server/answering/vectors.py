@@ -102,7 +102,7 @@ async def embedding_lists(
     headers = vector_notes(state, options)
     requests = await prepared(request, options)
     method = state.model_text.pooling
-    size = options.dimensions or method.size(state.client.plan.hidden_size)
+    size = options.dimensions or method.size(state.client.plan.model.hidden_size)
     held = state.replies.hold()
     held.grow(len(requests) * size * (_TEXT_BYTES if as_text else _NUMBER_BYTES))
     entries = [b""] * len(requests)
@@ -225,7 +225,7 @@ async def prepare_vectors(
     method = state.model_text.pooling
     if method.name == "none" and not options.answers:
         raise BadRequest(f"This server makes no embeddings: {method.reason}.", code="embeddings_not_supported")
-    size = method.size(state.client.plan.hidden_size)
+    size = method.size(state.client.plan.model.hidden_size)
     if options.dimensions is not None and options.dimensions > size:
         raise BadRequest(f"'dimensions' is at most {size} for this model.", param="dimensions")
     limits = ModelLimits.of(state.client.plan, state.model_text.tokenizer, state.settings.max_logprobs)

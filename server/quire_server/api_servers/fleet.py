@@ -16,7 +16,7 @@ from functools import partial
 
 from starlette.types import ASGIApp
 
-from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import StepOutput
 from quire_engine.own_pauses import OwnPauses
 from quire_server.api_servers.frames import KnownKeys, MainState, Start

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import Adapter, GenerationRequest, TokenOutput
 from quire_engine.process.transport import Abort, Codec, Hold, Kind, Release
 from quire_server.errors import ErrorFacts

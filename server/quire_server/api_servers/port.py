@@ -11,8 +11,8 @@ import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import EngineDead, ProtocolError
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
 from quire_engine.process.transport import Abort, Hold, LoadProgress, Release
 from quire_server.api_servers.forwarding import Forwarder

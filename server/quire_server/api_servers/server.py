@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.plan import EnginePlan
 from quire_server.api_servers.forwarding import LocalOrForwarded
 from quire_server.api_servers.frames import (
     FROM_API_SERVER,

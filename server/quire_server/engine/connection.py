@@ -12,8 +12,8 @@ from collections.abc import Callable
 from itertools import count
 from typing import cast
 
-from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import EngineDead, ProtocolError, QuireError, Unanswerable
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import EngineHealth, StepOutput
 from quire_engine.own_pauses import OwnPauses
 from quire_engine.process.transport import (

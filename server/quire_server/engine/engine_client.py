@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 
-from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import (
     DEADLINE_EXCEEDED,
     DEADLINE_PASSED,

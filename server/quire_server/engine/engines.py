@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import EnginePort
 from quire_engine.process.transport import LoadProgress
 from quire_server.engine.recovery import Quarantine

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from quire_engine.contract.config import EngineConfig, EnginePlan, for_later_engines
+from quire_engine.contract.config import EngineConfig
 from quire_engine.contract.errors import ModelLoadError
+from quire_engine.contract.plan import EnginePlan, for_later_engines
 from quire_engine.contract.types import EngineStats
 from quire_engine.machine import CoreShare
 from quire_server.engine.kv_events.events import CacheListener
@@ -77,9 +78,9 @@ class LocalReplicas(ReplicaSet):
             for task in starting:
                 task.cancel()
             await asyncio.gather(*starting, return_exceptions=True)
-        if any(other.checkpoint != plan.checkpoint for other in plans):
-            raise ModelLoadError(f"{plan.model}: its files changed on disk while the replicas started")
-        if any(other.numerics != plan.numerics for other in plans):
+        if any(other.identity.checkpoint != plan.identity.checkpoint for other in plans):
+            raise ModelLoadError(f"{plan.model.path}: its files changed on disk while the replicas started")
+        if any(other.identity.numerics != plan.identity.numerics for other in plans):
             log.warning("not all replicas compute the same bits: streams move among those that do")
         for name in self._replicas:
             self._sums.take(name, _empty(plan))

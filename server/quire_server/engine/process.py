@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from quire_engine.contract.config import EngineConfig, EnginePlan
+from quire_engine.contract.config import EngineConfig
 from quire_engine.contract.errors import ConfigError, EngineDead, ModelLoadError
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import StepOutput
 from quire_engine.machine import PARENTS_SIGNALS, is_stopped, num_oom_kills, work_done
 from quire_engine.process.transport import encode_frame

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, cast
 
-from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.roles import is_worth_passing_on
 from quire_engine.contract.types import EngineStats, GenerationRequest, KVSource, SamplingParams, StopParams
 from quire_engine.routing.views import Route
@@ -67,13 +67,14 @@ class PromptSources:
         `others`: the other replicas. A prompt that is to be computed by one of them is sent there.
         """
         request, plan = entry.request, taker.plan
-        if plan is None or not plan.kv_address or not _reads_blocks(request):
+        if plan is None or not plan.transfer.address or not _reads_blocks(request):
             return None
         late = self._late.get(taker.name, frozenset())
         able = [each for each in others if each.is_ready and _lends(each.plan, plan, late)]
         size = plan.scheduler.limits.block_size
-        if plan.role != "prefill" and not entry.has_tokens:
-            lender = self._computing(entry, route, blocks, [each for each in able if _plan(each).role == "prefill"])
+        if plan.transfer.role != "prefill" and not entry.has_tokens:
+            for_prompts = [each for each in able if _plan(each).transfer.role == "prefill"]
+            lender = self._computing(entry, route, blocks, for_prompts)
             if lender is not None:
                 self._begin(request, taker, lender, blocks)
                 return self._source("prefill", lender, route)
@@ -104,7 +105,7 @@ class PromptSources:
             return
         self._late[taker] = late
         for owner, each in list(self._prefills.items()):
-            if each.taker == taker and _plan(each.lender).kv_address in late:
+            if each.taker == taker and _plan(each.lender).transfer.address in late:
                 self.withdraw(owner)
 
     def lost(self, lender: Lender) -> None:
@@ -149,7 +150,7 @@ class PromptSources:
     def _source(self, kind: SourceKind, lender: Lender, route: Route) -> KVSource:
         self.on_source(kind)
         return KVSource(
-            address=_plan(lender).kv_address, is_computing=kind == "prefill", own_seconds=route.predicted_ttft
+            address=_plan(lender).transfer.address, is_computing=kind == "prefill", own_seconds=route.predicted_ttft
         )
 
     def _forget(self, owner: str) -> None:
@@ -165,7 +166,9 @@ def _plan(lender: Lender) -> EnginePlan:
 
 def _lends(plan: EnginePlan | None, to: EnginePlan, late: frozenset[str]) -> bool:
     """Whether blocks can be had there. `late`: where none are fetched for now."""
-    return plan is not None and plan.kv_address not in {"", *late} and plan.numerics == to.numerics
+    if plan is None or plan.transfer.address in {"", *late}:
+        return False
+    return plan.identity.numerics == to.identity.numerics
 
 
 def _reads_blocks(request: GenerationRequest) -> bool:

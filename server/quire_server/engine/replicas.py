@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import EngineHealth, EngineStats, GenerationRequest, KVSource, StepOutput, TokenOutput
 from quire_engine.process.transport import LoadProgress
 from quire_engine.routing.fleet import Wanted
@@ -69,12 +69,12 @@ class Replica:
     @property
     def lends(self) -> bool:
         """Whether other replicas can fetch KV blocks from it."""
-        return self.engine.plan is not None and bool(self.engine.plan.kv_address)
+        return self.engine.plan is not None and bool(self.engine.plan.transfer.address)
 
     @property
     def is_for_prompts(self) -> bool:
         """Whether it computes prompts for others, and answers only where no other replica can."""
-        return self.engine.plan is not None and self.engine.plan.role == "prefill"
+        return self.engine.plan is not None and self.engine.plan.transfer.role == "prefill"
 
     def adopt(self, entry: JournalEntry) -> None:
         self.engine.adopt(entry)
@@ -85,7 +85,7 @@ class Replica:
     @property
     def numerics(self) -> str:
         plan = self.engine.plan
-        return "" if plan is None else plan.numerics
+        return "" if plan is None else plan.identity.numerics
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -233,9 +233,13 @@ class ReplicaSet:
         """
         plans = [each.plan or plan for each in self._engines.values()]
         scheduler = replace(plan.scheduler, num_blocks=sum(each.scheduler.num_blocks for each in plans))
-        kv_bytes, num_threads = sum(each.kv_bytes for each in plans), sum(each.num_threads for each in plans)
-        kept_blocks = sum(each.kept_blocks for each in plans)
-        return replace(plan, kv_bytes=kv_bytes, num_threads=num_threads, kept_blocks=kept_blocks, scheduler=scheduler)
+        machine = replace(plan.machine, num_threads=sum(each.machine.num_threads for each in plans))
+        pool = replace(
+            plan.pool,
+            num_bytes=sum(each.pool.num_bytes for each in plans),
+            kept_blocks=sum(each.pool.kept_blocks for each in plans),
+        )
+        return replace(plan, machine=machine, pool=pool, scheduler=scheduler)
 
     def _join(self, name: str, engine: ReplicaEngine) -> Replica:
         """A replica more, with nothing cached."""

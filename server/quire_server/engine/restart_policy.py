@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import EngineStats
 
 # FLOP/s of the slowest machine that one would serve on: a full step of a big model may take minutes on a CPU.
@@ -38,10 +38,11 @@ class RestartPolicy:
     def hang_limit(self, plan: EnginePlan) -> float:
         """Seconds of silence that mean a hang: `hang_seconds`, or the model's largest step if that may take longer."""
         limits, context = plan.scheduler.limits, plan.scheduler.max_model_len
-        attention = 4.0 * (plan.layer_attention + plan.sampled_attention) * context
-        full_step = limits.max_num_batched_tokens * (2.0 * plan.num_parameters + attention)
-        seconds = full_step / _SLOWEST_FLOPS.get(plan.device, _SLOWEST_GPU_FLOPS)
-        return max(self.hang_seconds, seconds, 0.0 if plan.device == "cpu" else _GPU_SECONDS)
+        cost, device = plan.cost, plan.machine.device
+        attention = 4.0 * (cost.layer_attention + cost.sampled_attention) * context
+        full_step = limits.max_num_batched_tokens * (2.0 * plan.model.num_parameters + attention)
+        seconds = full_step / _SLOWEST_FLOPS.get(device, _SLOWEST_GPU_FLOPS)
+        return max(self.hang_seconds, seconds, 0.0 if device == "cpu" else _GPU_SECONDS)
 
 
 class HangLimit:
@@ -62,7 +63,7 @@ class HangLimit:
         """Compute the estimate for an engine's plan."""
         self._estimate = self._policy.hang_limit(plan)
         self._full_tokens = _FULL * plan.scheduler.limits.max_num_batched_tokens
-        self._least = self._policy.hang_seconds if plan.device == "cpu" else self._estimate
+        self._least = self._policy.hang_seconds if plan.machine.device == "cpu" else self._estimate
 
     def learn(self, stats: EngineStats) -> None:
         """Take in a step that was longer than all before."""

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
-from quire_engine.contract.config import EngineConfig, EnginePlan, faults_of_start, for_later_engines
+from quire_engine.contract.config import EngineConfig, faults_of_start
 from quire_engine.contract.errors import ConfigError, CrashLoop, EngineDead, ModelLoadError
+from quire_engine.contract.plan import EnginePlan, for_later_engines
 from quire_engine.contract.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
 from quire_engine.own_modules import module_command
 from quire_engine.process.transport import Abort, Control, Hold, Inspect, LoadProgress, Release, Shutdown
@@ -235,10 +236,10 @@ class Supervisor:
         if self.state is EngineState.STOPPED:
             await process.reap(grace_seconds=0.0)
             raise EngineDead("the engine was stopped while it started")
-        if self._checkpoint and plan.checkpoint != self._checkpoint:
+        if self._checkpoint and plan.identity.checkpoint != self._checkpoint:
             await process.reap(grace_seconds=0.0)
             raise ModelLoadError(FILES_CHANGED)
-        self._checkpoint = plan.checkpoint
+        self._checkpoint = plan.identity.checkpoint
         self.plan = plan
         self._config = for_later_engines(self._config, plan)
         self._hang.expect(plan)
@@ -361,7 +362,7 @@ class Supervisor:
                 self._budget.start_failed(time.monotonic())
                 continue
             self._budget.started()
-            if plan.checkpoint != self._checkpoint:
+            if plan.identity.checkpoint != self._checkpoint:
                 # Resuming on other weights would splice two models into one answer.
                 self._give_up(FILES_CHANGED)
                 return None
@@ -369,7 +370,7 @@ class Supervisor:
             if self._listener is not None:
                 self._listener.begins(plan)
             self.state = EngineState.READY
-            counts = len(self._recovery), plan.blocks_taken_over
+            counts = len(self._recovery), plan.pool.blocks_taken_over
             log.info("the engine is ready again; resuming %d requests; %d KV blocks are taken over", *counts)
             if loss is Loss.KILL:
                 self._send_waiting()

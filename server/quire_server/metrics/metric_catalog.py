@@ -11,8 +11,8 @@ from collections.abc import Callable
 from itertools import zip_longest
 from typing import Literal, get_args
 
-from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.drafts import MOST_DRAFTS
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import (
     FREE_RUN_BOUNDS,
     NO_DRAFT_CAUSES,
@@ -393,7 +393,7 @@ class EngineMetrics:
 
     def begin(self, plan: EnginePlan) -> None:
         """An engine with this plan has started and is empty."""
-        self._bytes_per_block = plan.bytes_per_block
+        self._bytes_per_block = plan.pool.bytes_per_block
         self._num_blocks = plan.scheduler.num_blocks
         self.pool.set(self._num_blocks)
         self.ranks.begin(plan)
@@ -582,8 +582,8 @@ class RankMetrics:
 
     def begin(self, plan: EnginePlan) -> None:
         """An engine with this plan has started."""
-        size = plan.tensor_parallel_size
-        self._devices = ["cpu" if plan.device == "cpu" else f"{plan.device}:{rank}" for rank in range(size)]
+        device, size = plan.machine.device, plan.machine.tensor_parallel_size
+        self._devices = ["cpu" if device == "cpu" else f"{device}:{rank}" for rank in range(size)]
         self._block_size = plan.scheduler.limits.block_size
         self._bytes.values.clear()
 
@@ -799,44 +799,44 @@ class PlanMetrics:
 
     def observe(self, plan: EnginePlan, mean_kl: float | None) -> None:
         """Set all from a plan. `mean_kl`: of its quantisation, in nats, where it was measured."""
-        scheduler = plan.scheduler
+        model, cost, machine, pool, scheduler = plan.model, plan.cost, plan.machine, plan.pool, plan.scheduler
         self.quantization_kl.values.clear()
         if mean_kl is not None:
             self.quantization_kl.set(mean_kl)
         self.model.values.clear()
         self.model.set(
             1,
-            plan.architecture,
-            str(plan.num_parameters),
-            plan.device,
-            plan.dtype,
-            plan.quantization or plan.stored_as or "none",
-            plan.kv_cache_dtype,
-            plan.kernels,
-            plan.cpu_variant or "none",
-            str(plan.num_threads),
-            str(plan.tensor_parallel_size),
+            model.architecture,
+            str(model.num_parameters),
+            machine.device,
+            model.dtype,
+            model.quantization or model.stored_as or "none",
+            pool.dtype,
+            machine.kernels,
+            machine.cpu_variant or "none",
+            str(machine.num_threads),
+            str(machine.tensor_parallel_size),
             str(scheduler.max_model_len),
         )
         caching = str(scheduler.limits.enable_prefix_caching).lower()
-        size, blocks, tokens = str(scheduler.limits.block_size), str(scheduler.num_blocks), str(plan.kv_tokens)
-        self.parameters.set(plan.layer_parameters, "layers")
-        self.parameters.set(plan.sampled_parameters, "sampled")
-        self.attention_width.set(plan.layer_attention, "layers")
-        self.attention_width.set(plan.sampled_attention, "sampled")
-        self.weights_read.set(plan.weights_read_bytes)
+        size, blocks, tokens = str(scheduler.limits.block_size), str(scheduler.num_blocks), str(scheduler.num_slots)
+        self.parameters.set(cost.layer_parameters, "layers")
+        self.parameters.set(cost.sampled_parameters, "sampled")
+        self.attention_width.set(cost.layer_attention, "layers")
+        self.attention_width.set(cost.sampled_attention, "sampled")
+        self.weights_read.set(cost.weights_read_bytes)
         self.cache.values.clear()
-        self.cache.set(1, size, blocks, str(plan.bytes_per_block), tokens, caching)
-        concurrency = f"{plan.kv_tokens / scheduler.max_model_len:.2f}"
+        self.cache.set(1, size, blocks, str(pool.bytes_per_block), tokens, caching)
+        concurrency = f"{scheduler.num_slots / scheduler.max_model_len:.2f}"
         self._alias_cache.values.clear()
-        self._alias_cache.set(1, size, blocks, tokens, concurrency, plan.dtype, caching)
-        self.memory.set(plan.weights_bytes, "weights")
-        self.memory.set(plan.kv_bytes, "kv")
+        self._alias_cache.set(1, size, blocks, tokens, concurrency, model.dtype, caching)
+        self.memory.set(model.weights_bytes, "weights")
+        self.memory.set(pool.num_bytes, "kv")
         self.kernels_replaced.values.clear()
-        for op in plan.replaced_ops:
+        for op in machine.replaced_ops:
             self.kernels_replaced.set(1, op)
         self.gpu_path_left_out.values.clear()
-        for path in plan.left_out_paths:
+        for path in machine.left_out_paths:
             self.gpu_path_left_out.set(1, path)
         self.load_seconds.set(plan.load_seconds)
 
@@ -920,7 +920,7 @@ class AdapterMetrics:
 
     def begin(self, plan: EnginePlan) -> None:
         """An engine with this plan has started."""
-        self._max_lora = plan.scheduler.limits.max_loras if plan.adapters else 0
+        self._max_lora = plan.scheduler.limits.max_loras if plan.adapters.max_kept else 0
 
     def show(self, stats: EngineStats) -> None:
         """Take the place of the state before; called at each scrape."""

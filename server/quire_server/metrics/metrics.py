@@ -18,7 +18,7 @@ from prometheus_client import (
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import WAIT_REASONS
 from quire_server.metrics.gpu_use import GpuMetrics
 from quire_server.metrics.history import MINUTE, History
@@ -231,7 +231,7 @@ class Metrics:
         self._plan.observe(plan, mean_kl)
         self._engine.begin(plan)
         self._adapters.begin(plan)
-        self.gpu.follow(plan.gpu)
+        self.gpu.follow(plan.machine.gpu)
         limits = plan.scheduler.limits
         self.load.static.max_size = limits.max_num_seqs
         self.history.block_size, self.history.max_model_len = limits.block_size, plan.scheduler.max_model_len

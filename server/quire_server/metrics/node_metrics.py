@@ -9,7 +9,7 @@ import time
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 
-from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.plan import EnginePlan
 from quire_server.metrics.metric_catalog import EngineMetrics, PlanMetrics
 from quire_server.metrics.metric_values import Values
 from quire_server.metrics.metrics import load_progress

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import ConfigError, CrashLoop, QuireError
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.links.link_security import LinkSecurity, link_security
 from quire_engine.machine import core_shares
 from quire_engine.memory_plan import plan_text
@@ -123,7 +123,7 @@ def _plan_of(settings: Settings) -> EnginePlan:
 
 
 def _print_plan(plan: EnginePlan) -> None:
-    print(plan_text(plan, quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype, plan.device)))
+    print(plan_text(plan, quality_text(plan)))
 
 
 async def _show_plans(models: Sequence[Settings], entries: Sequence[ModelEntry]) -> int:

@@ -13,8 +13,9 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from quire_engine.contract.config import EngineConfig, EnginePlan
+from quire_engine.contract.config import EngineConfig
 from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.roles import CHUNK_FOR_OTHERS
 from quire_engine.links.link_security import is_loopback
 from quire_engine.memory_plan import plan_text
@@ -130,12 +131,12 @@ def node_config(settings: Settings) -> EngineConfig:
 
 def _named(plan: EnginePlan, digest: str) -> EnginePlan:
     """The plan with names of checkpoint and numerics that are the same on all machines."""
-    return replace(plan, checkpoint=digest, numerics=numerics_name(plan.arithmetic, digest))
+    numerics = numerics_name(plan.identity.arithmetic, digest)
+    return replace(plan, identity=replace(plan.identity, checkpoint=digest, numerics=numerics))
 
 
 def _greet(plan: EnginePlan) -> None:
-    quality = quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype, plan.device)
-    for line in plan_text(plan, quality).splitlines():
+    for line in plan_text(plan, quality_text(plan)).splitlines():
         log.info("%s", line)
     log.info("the node is ready: `quire serve --engines` with its address takes requests for it")
 

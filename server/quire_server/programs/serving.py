@@ -265,8 +265,7 @@ def _greet(settings: Settings, state: ServerState, listening: Listening) -> None
     for each in state.every:
         plan = each.client.plan
         log.info("model %s: %s%s", each.model_names[0], summary_text(plan), _defaults_text(each.model_text.defaults))
-        quality = quality_text(plan.checkpoint, plan.quantization, plan.kv_cache_dtype, plan.device)
-        for line in plan_text(plan, quality).splitlines():
+        for line in plan_text(plan, quality_text(plan)).splitlines():
             log.debug("%s", line)
     has_page = state.model_text.prompts is not None and settings.uds is None
     chat = f"chat at {listening.address}/ or with `quire chat`; " if has_page else ""

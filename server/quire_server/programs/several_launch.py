@@ -10,8 +10,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.machine import available_memory
 from quire_engine.memory_plan import bytes_text
 from quire_engine.own_modules import module_command

@@ -81,13 +81,13 @@ class _Viewing:
             "started": self._state.started,  # a new value after a reconnection means a new server
             "version": VERSION,
             "model": self._state.model_names[0],
-            "device": plan.device,
-            "dtype": plan.dtype,
+            "device": plan.machine.device,
+            "dtype": plan.model.dtype,
             "max_model_len": plan.scheduler.max_model_len,
             "max_num_seqs": limits.max_num_seqs,
             "block_size": limits.block_size,
             "num_blocks": plan.scheduler.num_blocks,
-            "bytes_per_block": plan.bytes_per_block,
+            "bytes_per_block": plan.pool.bytes_per_block,
         }
 
 

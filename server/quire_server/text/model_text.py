@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import ConfigError, ModelLoadError
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.gguf import typed_name
 from quire_engine.plain_files import is_plain, read_plain_text
 from quire_server.settings import Settings
@@ -47,10 +47,10 @@ class ModelText:
 
     def check(self, settings: Settings, plan: EnginePlan) -> None:
         """Hold the tokenizer against the model's width. Raises ModelLoadError."""
-        if self.tokenizer.vocab_size > plan.vocab_size:
+        if self.tokenizer.vocab_size > plan.model.vocab_size:
             raise ModelLoadError(
                 f"{_place(settings)}: the tokenizer knows {self.tokenizer.vocab_size} tokens, the model computes"
-                f" {plan.vocab_size}; they do not belong together"
+                f" {plan.model.vocab_size}; they do not belong together"
             )
 
 

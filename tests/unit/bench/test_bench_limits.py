@@ -16,10 +16,12 @@ from quire_bench.limits import PROBES, Limits, probe_limits, request_flop, share
 from quire_bench.results import Collected
 from quire_bench.servers import ModelFacts, ServerInfo, read_facts
 from quire_bench.workload import LoadPoint
+from quire_engine.contract.plan import TokenCost
 from quire_engine.tools import gpu_limits
 from quire_server.metrics.metrics import Metrics
 from support.bench_runs import ALONE, FACTS, LIMITS, WORKLOAD, run_with
 from support.fakes import make_plan
+from support.plans import changed
 
 # -- limits
 
@@ -28,19 +30,19 @@ def test_facts_are_read_from_a_servers_metrics():
     metrics = Metrics("tiny")
     plan = make_plan()
     parts = {"layer_parameters": 700, "sampled_parameters": 300, "layer_attention": 64, "sampled_attention": 16}
-    metrics.observe_plan(replace(plan, **parts, weights_read_bytes=900))
+    metrics.observe_plan(replace(plan, cost=TokenCost(**parts, weights_read_bytes=900)))
     assert read_facts(metrics.render().decode()) == ModelFacts(
-        architecture=plan.architecture,
-        parameters=plan.num_parameters,
+        architecture=plan.model.architecture,
+        parameters=plan.model.num_parameters,
         **parts,
         read_bytes=900,
         weight_type="float32",
-        kv_bytes_per_token=plan.bytes_per_block / 16,
+        kv_bytes_per_token=plan.pool.bytes_per_block / 16,
         device="cpu",
         kernels="reference",
         num_threads=1,
     )
-    metrics.observe_plan(replace(plan, quantization="int8", cpu_variant="amx"))
+    metrics.observe_plan(changed(plan, model={"quantization": "int8"}, machine={"cpu_variant": "amx"}))
     quantized = read_facts(metrics.render().decode())
     assert quantized is not None
     assert (quantized.weight_type, quantized.cpu_variant, quantized.machine) == ("int8", "amx", "cpu amx")

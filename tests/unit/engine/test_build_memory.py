@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import ConfigError
 from quire_engine.contract.limits import SchedulerConfig
+from quire_engine.contract.plan import EnginePlan, MachinePart, ModelPart, PoolPart
 from quire_engine.machine import available_memory, num_oom_kills, usable_cores
 from quire_engine.memory_plan import (
     bytes_text,
@@ -16,6 +16,7 @@ from quire_engine.memory_plan import (
     plan_text,
     size_pool,
 )
+from support.plans import changed
 
 GIB = 1 << 30
 MEMINFO = "MemTotal: 16777216 kB\nMemFree: 1048576 kB\nMemAvailable: 8388608 kB\n"
@@ -159,19 +160,18 @@ def test_a_length_beyond_the_model_names_the_limit():
 
 
 PLAN = EnginePlan(
-    model="/models/tiny",
-    architecture="LlamaForCausalLM",
-    num_parameters=1_234_567,
-    device="cpu",
-    dtype="float32",
-    kernels="reference",
-    num_threads=2,
-    vocab_size=1000,
-    weights_bytes=4_938_268,
-    kv_bytes=640 * 65536,
-    bytes_per_block=65536,
-    load_seconds=1.25,
+    model=ModelPart(
+        path="/models/tiny",
+        architecture="LlamaForCausalLM",
+        num_parameters=1_234_567,
+        vocab_size=1000,
+        dtype="float32",
+        weights_bytes=4_938_268,
+    ),
+    machine=MachinePart(device="cpu", kernels="reference", num_threads=2),
+    pool=PoolPart(num_bytes=640 * 65536, bytes_per_block=65536),
     scheduler=SchedulerConfig(num_blocks=640, max_model_len=2048),
+    load_seconds=1.25,
 )
 
 
@@ -186,9 +186,9 @@ def test_the_plan_reads_in_numbers_an_operator_can_check():
         "16 sequences of 640 tokens hold 40.0 MiB; reserved at full length they would take 128 MiB",
     ):
         assert expected in text
-    assert "2 threads, deterministic" in plan_text(dataclasses.replace(PLAN, deterministic=True))
+    assert "2 threads, deterministic" in plan_text(changed(PLAN, machine={"deterministic": True}))
     assert "instructions" not in text
-    chosen = dataclasses.replace(PLAN, cpu_variant="avx512_vnni", why_cpu_variant="bf16 by FMA")
+    chosen = changed(PLAN, machine={"cpu_variant": "avx512_vnni", "why_cpu_variant": "bf16 by FMA"})
     assert "\ninstructions     avx512_vnni: bf16 by FMA\nweights " in plan_text(chosen)
     roomy = dataclasses.replace(PLAN, scheduler=SchedulerConfig(num_blocks=64 * 128, max_model_len=2048))
     assert "64 sequences of 640 tokens hold 160 MiB; reserved at full length they would take 512 MiB" in plan_text(
@@ -200,9 +200,9 @@ def test_the_plan_reads_in_numbers_an_operator_can_check():
 
 
 def test_the_plan_says_where_adapters_are():
-    plan = dataclasses.replace(PLAN, adapters=4, max_lora_rank=16, adapter_bytes=3 << 20)
+    plan = changed(PLAN, adapters={"max_kept": 4, "max_rank": 16, "num_bytes": 3 << 20})
     assert "at most 4 in memory, of rank 16 or less: 3.00 MiB; 1 run at once" in plan_text(plan)
-    of_gpu = plan_text(dataclasses.replace(plan, device="cuda"))
+    of_gpu = plan_text(changed(plan, machine={"device": "cuda"}))
     assert "1 places on the GPU, of rank 16 or less: 3.00 MiB; at most 4 in the host's memory" in of_gpu
 
 

@@ -88,7 +88,7 @@ def run_greedy(
             problem = f"{answers[number % len(answers)].text!r} {way}: another token after {equal} of {len(theirs)}"
     return GreedyResult(
         ok=not problem,
-        kernels=built.plan.kernels,
+        kernels=built.plan.machine.kernels,
         num_tokens=sum(len(tokens) for tokens in wanted),
         num_equal=num_equal,
         problem=problem,

@@ -26,7 +26,7 @@ def running(state: ServerState, name: str) -> RunningModel:
     """Return a served name's entry in /api/ps."""
     plan = state.whole_plan
     size, digest = _size_and_digest(state, name)
-    whole = size + plan.kv_bytes
+    whole = size + plan.pool.num_bytes
     return RunningModel(
         name=name,
         model=name,
@@ -34,7 +34,7 @@ def running(state: ServerState, name: str) -> RunningModel:
         digest=digest,
         details=_details(state, name),
         expires_at=_expires(state),
-        size_vram=0 if plan.device == "cpu" else whole,
+        size_vram=0 if plan.machine.device == "cpu" else whole,
         context_length=state.max_model_len,
     )
 
@@ -52,8 +52,8 @@ def _expires(state: ServerState) -> str:
 
 def shown(state: ServerState, name: str) -> ShownModel:
     """Return a served name's details in /api/show."""
-    plan = state.client.plan
-    family = _family(plan.architecture)
+    model = state.client.plan.model
+    family = _family(model.architecture)
     return ShownModel(
         license="",
         modelfile="",
@@ -63,10 +63,10 @@ def shown(state: ServerState, name: str) -> ShownModel:
         model_info={
             "general.architecture": family,
             "general.basename": name,
-            "general.parameter_count": plan.num_parameters,
+            "general.parameter_count": model.num_parameters,
             f"{family}.context_length": state.max_model_len,
-            f"{family}.vocab_size": plan.vocab_size,
-            f"{family}.embedding_length": plan.hidden_size,
+            f"{family}.vocab_size": model.vocab_size,
+            f"{family}.embedding_length": model.hidden_size,
         },
         capabilities=capabilities(state),
         modified_at=_since(state, name),
@@ -74,23 +74,23 @@ def shown(state: ServerState, name: str) -> ShownModel:
 
 
 def _details(state: ServerState, name: str) -> Details:
-    plan = state.client.plan
-    family = _family(plan.architecture)
+    model = state.client.plan.model
+    family = _family(model.architecture)
     served = state.adapters.find(name)
     return Details(
         parent_model="" if served is None else served.parent or state.model_names[0],
-        format="gguf" if plan.gguf_type else "safetensors",
+        format="gguf" if model.gguf_type else "safetensors",
         family=family,
         families=[family],
-        parameter_size=_count(plan.num_parameters),
-        quantization_level=plan.gguf_type or (plan.stored_as or plan.quantization or plan.dtype).upper(),
+        parameter_size=_count(model.num_parameters),
+        quantization_level=model.gguf_type or (model.stored_as or model.quantization or model.dtype).upper(),
     )
 
 
 def _size_and_digest(state: ServerState, name: str) -> tuple[int, str]:
     plan, served = state.client.plan, state.adapters.find(name)
-    identity = f"{plan.checkpoint or plan.model} {'' if served is None else served.adapter.digest}"
-    return plan.weights_bytes, hashlib.sha256(identity.encode()).hexdigest()
+    identity = f"{plan.identity.checkpoint or plan.model.path} {'' if served is None else served.adapter.digest}"
+    return plan.model.weights_bytes, hashlib.sha256(identity.encode()).hexdigest()
 
 
 def _since(state: ServerState, name: str) -> str:

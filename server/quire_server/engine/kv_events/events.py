@@ -11,8 +11,8 @@ from typing import Protocol
 
 import msgspec
 
-from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import CacheEvent
 
 FLAG = "--kv-events-config"

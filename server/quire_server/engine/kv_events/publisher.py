@@ -18,8 +18,8 @@ from contextlib import suppress
 import msgspec
 import zmq
 
-from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import ConfigError
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import CacheEvent
 from quire_server.engine.kv_events.events import (
     AllBlocksCleared,

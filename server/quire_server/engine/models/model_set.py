@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import EngineDead, QuireError
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.process.transport import LoadProgress
 from quire_server.engine.models.budget import Resident, room_for
 from quire_server.engine.models.sleeping import SleepingSupervisor
@@ -73,14 +73,14 @@ class ModelEngine:
 
     @property
     def weights_bytes(self) -> int:
-        return self.plan.weights_bytes
+        return self.plan.model.weights_bytes
 
     @property
     def engine_bytes(self) -> int:
         """Bytes of the pool and the processes, beside the weights, which all ranks map."""
         plan = self.plan
-        processes = plan.tensor_parallel_size * PROCESS_BYTES
-        return plan.kv_bytes + plan.draft_bytes + plan.adapter_bytes + processes
+        processes = plan.machine.tensor_parallel_size * PROCESS_BYTES
+        return plan.pool.num_bytes + plan.speculation.draft_bytes + plan.adapters.num_bytes + processes
 
     @property
     def plan(self) -> EnginePlan:

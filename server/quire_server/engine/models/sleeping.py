@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from quire_engine.contract.config import EnginePlan, for_later_engines
 from quire_engine.contract.errors import QuireError
+from quire_engine.contract.plan import EnginePlan, for_later_engines
 from quire_engine.process.transport import Shutdown
 from quire_server.engine.recovery import JournalEntry
 from quire_server.engine.restart_policy import RestartBudget
@@ -34,7 +34,7 @@ class SleepingSupervisor(Supervisor):
     def expect(self, plan: EnginePlan) -> None:
         """Note that the engine is asleep, and its plan for when it is woken; called instead of `start`."""
         self.plan = plan
-        self._checkpoint = plan.checkpoint
+        self._checkpoint = plan.identity.checkpoint
         self._config = for_later_engines(self._config, plan)
         self.state = EngineState.ASLEEP
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import ProtocolError
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import MAX_LOGPROBS, GenerationRequest
 
 MOST_CHOICES = 1024
@@ -56,7 +56,7 @@ def _wrong_tokens(request: GenerationRequest, plan: EnginePlan) -> Iterator[str]
     if sampling.thinking is not None:
         lists["thinking"] = (*sampling.thinking.end_ids, *sampling.thinking.start_ids)
     for name, ids in lists.items():
-        if ids and not (min(ids) >= 0 and max(ids) < plan.vocab_size):
+        if ids and not (min(ids) >= 0 and max(ids) < plan.model.vocab_size):
             yield f"a token in {name} that the model does not have"
     if any(len(ids) > longest for ids in request.resumed_token_ids):
         yield "an answer that is longer than the context"

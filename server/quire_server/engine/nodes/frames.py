@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import EngineStats, GenerationRequest, StepOutput
 from quire_engine.process.transport import (
     Abort,

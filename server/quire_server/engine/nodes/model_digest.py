@@ -40,7 +40,7 @@ def tokenizer_digest(folder: Path) -> str:
 
 
 def numerics_name(arithmetic: str, model: str) -> str:
-    """The name of what bits depend on: `EnginePlan.arithmetic`, and the model by its digest."""
+    """The name of what bits depend on: `IdentityPart.arithmetic`, and the model by its digest."""
     return sha256(f"{arithmetic} {model}".encode()).hexdigest()
 
 

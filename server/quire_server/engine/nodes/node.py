@@ -18,8 +18,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import ConfigError, QuireError
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import NAME_MODEL, EngineStats, GenerationRequest, StepOutput, TokenOutput
 from quire_engine.links.handshake import HELLO_BYTES, Refused, check_hello, hello
 from quire_engine.links.link_security import LinkSecurity
@@ -287,8 +287,8 @@ class Node:
 
     def _name_model(self) -> None:
         """Tell an engine that passes KV blocks on which model it has, by the name that holds on all machines."""
-        if self._plan is not None and self._plan.kv_address:
-            naming = asyncio.create_task(self._name(self._plan.checkpoint), name="node-model")
+        if self._plan is not None and self._plan.transfer.address:
+            naming = asyncio.create_task(self._name(self._plan.identity.checkpoint), name="node-model")
             self._tasks = [*(each for each in self._tasks if not each.done()), naming]
 
     async def _name(self, digest: str) -> None:

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import EngineDead
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import EngineStats
 from quire_engine.links.link_security import LinkSecurity
 from quire_server.background import begin
@@ -71,7 +71,7 @@ class NodeSet(ReplicaSet):
         while self._clock() < deadline and any(each.is_coming for each in self._nodes.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         self._promised = _promised([node.plan for node in self._nodes.values() if node.plan is not None])
-        return replace(self._promised, model=self._model)
+        return replace(self._promised, model=replace(self._promised.model, path=self._model))
 
     async def stop(self) -> None:
         if self._watching is not None:
@@ -156,7 +156,7 @@ class NodeSet(ReplicaSet):
             return "it serves another model: its tokenizer.json is not the one here"
         plans = [node.plan for node in self._nodes.values() if node.plan is not None]
         first = self._promised or (plans[0] if plans else told.plan)
-        if told.plan.checkpoint != first.checkpoint:
+        if told.plan.identity.checkpoint != first.identity.checkpoint:
             return "it serves another model than the first node: the files of the model differ"
         return "" if self._promised is None else _shortfall(told.plan, self._promised)
 

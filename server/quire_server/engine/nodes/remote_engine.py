@@ -16,8 +16,8 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import ConfigError, EngineDead, ProtocolError, Unanswerable
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import EngineHealth, EngineStats, GenerationRequest, StepOutput
 from quire_engine.links.handshake import Refused
 from quire_engine.links.link_security import LinkSecurity
@@ -263,8 +263,10 @@ class RemoteEngine:
 
     def _as_reached(self, plan: EnginePlan) -> EnginePlan:
         """The plan, in which a node that lends KV blocks at all of its addresses does so at the one that is known."""
-        host, _, port = plan.kv_address.rpartition(":")
-        return replace(plan, kv_address=str(Address(self.address.host, int(port)))) if host in _ANY_HOST else plan
+        host, _, port = plan.transfer.address.rpartition(":")
+        if host not in _ANY_HOST:
+            return plan
+        return replace(plan, transfer=replace(plan.transfer, address=str(Address(self.address.host, int(port)))))
 
     def _count_restarts(self, told: NodeState) -> None:
         instance, _, restarts = self._engine.partition(" ")

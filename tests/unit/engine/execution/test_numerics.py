@@ -13,7 +13,7 @@ ASKED = EngineConfig(model=str(demo_model_path()), device="cpu", kernels="refere
 
 
 def named(**fields: object) -> str:
-    return resolve_plan(replace(ASKED, **fields)).numerics  # type: ignore[arg-type]
+    return resolve_plan(replace(ASKED, **fields)).identity.numerics  # type: ignore[arg-type]
 
 
 def test_sizes_threads_and_limits_are_not_in_the_name() -> None:

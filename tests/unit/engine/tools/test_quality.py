@@ -11,10 +11,12 @@ import torch
 
 from quire_engine.contract.errors import ConfigError
 from quire_engine.execution.models.config import load_model_config
-from quire_engine.quality_store import Quality, quality_text, store_quality, stored_quality
+from quire_engine.quality_store import Quality, planned_quality, quality_text, store_quality, stored_quality
 from quire_engine.tools.logit_comparison import Comparison, equal_share, kl
 from quire_engine.tools.quality import CONTINUATION_TOKENS, MAX_PROMPT_TOKENS, bounded, random_prompts
 from support.checkpoints import shared_checkpoint
+from support.exposition import PLAN
+from support.plans import changed
 
 QUALITY = Quality(
     checkpoint="0123456789abcdef",
@@ -159,8 +161,11 @@ def test_a_failed_write_leaves_nothing(tmp_path):
 
 def test_the_line_for_the_operator(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert quality_text(QUALITY.checkpoint, "int8") == "not measured: run quire eval-quant"
+    stored = changed(PLAN, identity={"checkpoint": QUALITY.checkpoint})
+    served = changed(stored, model={"quantization": "int8"})
+    assert quality_text(served) == "not measured: run quire eval-quant"
     store_quality(QUALITY)
-    assert quality_text(QUALITY.checkpoint, "int8") == (
-        "mean KL 0.0021 nats, greedy agreement 98.8% (measured 2031-02-03)"
-    )
+    assert quality_text(served) == "mean KL 0.0021 nats, greedy agreement 98.8% (measured 2031-02-03)"
+    assert quality_text(changed(served, pool={"dtype": "int8"})) == "not measured: run quire eval-quant"
+    assert (quality_text(stored), planned_quality(stored)) == ("", None)
+    assert planned_quality(served) == QUALITY

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from quire_lab.commands.diagnosis.scrapes import Scrape, Window, read_scrape
 from quire_lab.simulation.slo import parse_slo
 from quire_server.metrics.metrics import Metrics
 from support.exposition import PLAN
+from support.plans import changed
 
 SLO = parse_slo("ttft_p95=1s,itl_p95=100ms")
 BOUNDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -166,7 +166,12 @@ def test_a_quantised_model_of_a_server_on_slow_kernels_is_named_by_its_own_metri
     scrapes = []
     for at, count in ((0.0, 0), (10.0, 200)):
         metrics = Metrics("m")
-        plan = replace(PLAN, quantization="int8", kv_cache_dtype="int8", kernels="cpu", cpu_variant="portable")
+        plan = changed(
+            PLAN,
+            model={"quantization": "int8"},
+            machine={"kernels": "cpu", "cpu_variant": "portable"},
+            pool={"dtype": "int8"},
+        )
         metrics.observe_plan(plan, 0.3)
         for _ in range(count):
             record = metrics.start(prompt_tokens=4, max_tokens=2, n=1)

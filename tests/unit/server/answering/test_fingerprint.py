@@ -1,11 +1,12 @@
 """system_fingerprint: the same for equal servers, another wherever answers could differ."""
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from quire_server.answering.rendering import fingerprint
 from support.fake_engine_process import make_plan
+from support.plans import changed
 
 
 def test_it_does_not_depend_on_where_the_model_lies() -> None:
@@ -15,17 +16,17 @@ def test_it_does_not_depend_on_where_the_model_lies() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"model": "/models/other"},
-        {"num_parameters": 5},
-        {"dtype": "bfloat16"},
-        {"kernels": "cpu"},
-        {"cpu_variant": "avx2"},
-        {"quantization": "int8"},
-        {"kv_cache_dtype": "int8"},
-        {"deterministic": True},
+        {"model": {"path": "/models/other"}},
+        {"model": {"num_parameters": 5}},
+        {"model": {"dtype": "bfloat16"}},
+        {"machine": {"kernels": "cpu"}},
+        {"machine": {"cpu_variant": "avx2"}},
+        {"model": {"quantization": "int8"}},
+        {"pool": {"dtype": "int8"}},
+        {"machine": {"deterministic": True}},
     ],
     ids=str,
 )
-def test_it_changes_with_what_changes_answers(change: dict[str, object]) -> None:
+def test_it_changes_with_what_changes_answers(change: dict[str, dict[str, Any]]) -> None:
     plan = make_plan("/models/tiny")
-    assert fingerprint(replace(plan, **change)) != fingerprint(plan)  # type: ignore[arg-type]
+    assert fingerprint(changed(plan, **change)) != fingerprint(plan)

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
 
@@ -18,6 +17,7 @@ from quire_server.engine.models.model_set import PROCESS_BYTES, ModelEngine, Mod
 from quire_server.engine.models.sleeping import SleepingSupervisor
 from quire_server.engine.restart_policy import RestartPolicy
 from support.fake_engine_process import make_plan
+from support.plans import changed
 from support.supervising import FAKE, Client, expected, request, run
 
 PROMPT = (1, 2, 3)
@@ -33,7 +33,7 @@ async def models(*names: str, kind: str = "ok", **residency: Residency) -> Async
         policy = RestartPolicy(first_backoff_seconds=0.01, max_restarts=1)
         supervisor = SleepingSupervisor(EngineConfig(model=kind), policy, program=FAKE)
         supervisor.on_step = client.on_step
-        plan = replace(make_plan(kind), weights_bytes=10, kv_bytes=10)
+        plan = changed(make_plan(kind), model={"weights_bytes": 10}, pool={"num_bytes": 10})
         engines.append(ModelEngine(name, supervisor, plan, residency.get(name, Residency())))
     made = ModelSet(engines, budget=TWO, turn_seconds=TURN)
     running = asyncio.create_task(made.run())

@@ -7,7 +7,9 @@ from typing import Any
 
 from quire_engine.contract.block_hashes import routed_names
 from quire_engine.contract.config import Role
+from quire_engine.contract.plan import TransferPart
 from quire_engine.contract.types import EngineStats, GenerationRequest, KVSource, PrefixChanges, StepOutput
+from support.plans import changed
 from support.scripted_replicas import Replicas, ScriptedSupervisor, replicas
 from support.supervising import request, run
 
@@ -23,7 +25,7 @@ async def lending(*roles: Role, lends: bool = True, policy: str = "predicted_ttf
         limits = replace(each.plan.scheduler.limits, prefill_chunk=CHUNK)
         scheduler = replace(each.plan.scheduler, limits=limits)
         address = f"10.0.0.7:910{number}" if lends else ""
-        each.plan = replace(each.plan, role=role, kv_address=address, scheduler=scheduler)
+        each.plan = replace(each.plan, transfer=TransferPart(role=role, address=address), scheduler=scheduler)
     return them
 
 
@@ -154,7 +156,7 @@ def test_replicas_of_other_numerics_lend_nothing() -> None:
     async def body() -> None:
         them = await lending("prefill", "decode")
         plan: Any = them.each[0].plan
-        them.each[0].plan = replace(plan, numerics="other")
+        them.each[0].plan = changed(plan, identity={"numerics": "other"})
         them.set.submit(request("a", LONG))
         assert (them.each[0].requests, of(them, 1, "a").kv_source) == ({}, None)
 

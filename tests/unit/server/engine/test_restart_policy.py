@@ -4,13 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from quire_engine.contract.plan import TokenCost
 from quire_engine.contract.types import EngineStats
 from quire_server.engine.restart_policy import HangLimit, RestartBudget, RestartPolicy
 from support.fake_engine_process import make_plan
+from support.plans import changed
 
 
 def test_a_big_model_may_take_long_over_a_step() -> None:
-    small, big = make_plan(), replace(make_plan(), num_parameters=8_000_000_000)
+    small, big = make_plan(), changed(make_plan(), model={"num_parameters": 8_000_000_000})
     policy = RestartPolicy(hang_seconds=60)
     assert policy.hang_limit(small) == 60
     assert policy.hang_limit(big) == pytest.approx(2 * 8e9 * 128 / 2e10)  # 128 tokens a step at 20 GFLOP/s
@@ -75,7 +77,7 @@ def test_a_hang_is_five_times_the_longest_step_or_ten_seconds() -> None:
 
 def test_until_a_large_step_was_seen_the_plans_estimate_counts() -> None:
     """A short prompt came first: the next may be a hundred times as long."""
-    plan = replace(make_plan(), num_parameters=8_000_000_000)
+    plan = changed(make_plan(), model={"num_parameters": 8_000_000_000})
     limit = HangLimit(RestartPolicy())
     limit.expect(plan)
     estimate = RestartPolicy().hang_limit(plan)
@@ -86,10 +88,11 @@ def test_until_a_large_step_was_seen_the_plans_estimate_counts() -> None:
 
 def test_a_gpu_has_time_to_compile_its_kernels() -> None:
     limit = HangLimit(RestartPolicy())
-    limit.expect(replace(make_plan(), device="cuda"))
+    limit.expect(changed(make_plan(), machine={"device": "cuda"}))
     assert seen(limit, 0.1, prefill=128) == 60
 
 
 def test_a_long_context_makes_a_step_longer() -> None:
-    plan = replace(make_plan(), num_parameters=10**9, layer_attention=10**5)
-    assert RestartPolicy().hang_limit(plan) > RestartPolicy().hang_limit(replace(plan, layer_attention=0))
+    plan = changed(make_plan(), model={"num_parameters": 10**9}, cost={"layer_attention": 10**5})
+    unknown = replace(plan, cost=TokenCost())
+    assert RestartPolicy().hang_limit(plan) > RestartPolicy().hang_limit(unknown)

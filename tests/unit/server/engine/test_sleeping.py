@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from dataclasses import replace
 
 import pytest
 
@@ -15,6 +14,7 @@ from quire_server.engine.models.sleeping import SleepingSupervisor
 from quire_server.engine.restart_policy import RestartPolicy
 from quire_server.engine.supervisor import EngineState
 from support.fake_engine_process import make_plan
+from support.plans import changed
 from support.supervising import FAKE, Client, expected, reached, request, run, supervised
 
 PROMPT = (1, 2, 3)
@@ -173,7 +173,7 @@ def test_other_files_than_those_that_requests_began_with_are_not_gone_on_with():
         supervisor = SleepingSupervisor(EngineConfig(model="ok"), program=FAKE)
         client = Client()
         supervisor.on_step = client.on_step
-        supervisor.expect(replace(make_plan(), checkpoint="of yesterday"))
+        supervisor.expect(changed(make_plan(), identity={"checkpoint": "of yesterday"}))
         supervisor.submit(request("r"))
         with pytest.raises(ModelLoadError, match="changed on disk"):
             await supervisor.wake()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from quire_engine.contract.config import EnginePlan
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import CacheEvent, EngineStats, StepOutput
 from quire_server.engine.supervisor import EngineState
 from support.supervising import expected, reached, request, run, send_garbage, supervised

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from quire_engine.contract.plan import AdapterPart
 from quire_server.engine.stats_sum import StatsSum
 from quire_server.metrics.metrics import Metrics
 from support.exposition import PLAN, Scrape, busy
 
 LIMITS = replace(PLAN.scheduler.limits, max_loras=2)
-WITH_ADAPTERS = replace(PLAN, adapters=3, scheduler=replace(PLAN.scheduler, limits=LIMITS))
+WITH_ADAPTERS = replace(PLAN, adapters=AdapterPart(max_kept=3), scheduler=replace(PLAN.scheduler, limits=LIMITS))
 NAMES = ("quire_lora_requests_info", "vllm:lora_requests_info")
 
 

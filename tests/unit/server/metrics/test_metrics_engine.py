@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from quire_engine.contract.plan import TokenCost
 from quire_engine.contract.types import (
     FREE_RUN_BOUNDS,
     NO_DRAFT_CAUSES,
@@ -15,6 +16,7 @@ from quire_engine.contract.types import (
 )
 from quire_server.metrics.metrics import Metrics
 from support.exposition import PLAN, Scrape, busy
+from support.plans import changed
 
 
 def test_gauges_are_the_engines_state_and_return_to_zero():
@@ -30,7 +32,7 @@ def test_gauges_are_the_engines_state_and_return_to_zero():
     assert "deferred" not in metrics.render().decode()  # nothing here is
     assert scrape("quire_kv_cache_usage_ratio") == scrape("vllm:kv_cache_usage_perc") == 0.25
     assert sum(scrape("quire_kv_blocks", state=state) for state in ("used", "cached", "free")) == 64
-    assert sum(scrape("quire_kv_bytes", state=state) for state in ("used", "cached", "free")) == PLAN.kv_bytes
+    assert sum(scrape("quire_kv_bytes", state=state) for state in ("used", "cached", "free")) == PLAN.pool.num_bytes
     assert scrape("quire_kv_slot_efficiency_ratio") == 0.75
     metrics.observe_step(EngineStats(blocks_total=64, blocks_cached=24, blocks_free=40))  # after an abort
     scrape = Scrape(metrics)
@@ -95,7 +97,7 @@ def test_predictions_of_steps_are_told_by_kind_where_there_were_some():
 )
 def test_the_pools_bytes_are_told_by_rank(device: str, ranks: int, names: list[str]):
     metrics = Metrics("tiny")
-    metrics.observe_plan(replace(PLAN, device=device, tensor_parallel_size=ranks))
+    metrics.observe_plan(changed(PLAN, machine={"device": device, "tensor_parallel_size": ranks}))
     metrics.observe_step(busy())  # 16 of 64 blocks of 1 KiB, and a quarter of their slots is unused
     scrape = Scrape(metrics)
     shown = [labels for name, labels in scrape.samples if name == "quire_kv_rank_bytes"]
@@ -263,7 +265,7 @@ def test_the_model_is_quantised_as_asked_or_as_it_is_stored():
         ("int8", "GGUF, Q4_1", "int8"),
     ):
         metrics = Metrics("tiny")
-        metrics.observe_plan(replace(PLAN, quantization=quantization, stored_as=stored_as))
+        metrics.observe_plan(changed(PLAN, model={"quantization": quantization, "stored_as": stored_as}))
         assert f'quantization="{label}"' in Scrape(metrics).text
 
 
@@ -272,11 +274,13 @@ def test_what_a_token_costs():
     metrics.observe_plan(
         replace(
             PLAN,
-            layer_parameters=700,
-            sampled_parameters=300,
-            layer_attention=64,
-            sampled_attention=16,
-            weights_read_bytes=2000,
+            cost=TokenCost(
+                layer_parameters=700,
+                sampled_parameters=300,
+                layer_attention=64,
+                sampled_attention=16,
+                weights_read_bytes=2000,
+            ),
         )
     )
     scrape = Scrape(metrics)

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 import zmq
 
-from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import ConfigError
 from quire_engine.contract.limits import SchedulerLimits
+from quire_engine.contract.plan import EnginePlan
 from quire_engine.contract.types import CacheEvent
 from quire_server.engine.kv_events.configured import cache_listeners, kv_events_config
 from quire_server.engine.kv_events.events import KVEventsConfig

@@ -14,7 +14,7 @@ import pytest
 
 from quire_engine.contract.config import EngineConfig
 from quire_engine.contract.errors import ConfigError
-from quire_engine.links.handshake import HELLO_BYTES, TO_ENGINE, Refused, check_hello, hello, session_key
+from quire_engine.links.handshake import HELLO_BYTES, TO_ENGINE, VERSION, Refused, check_hello, hello, session_key
 from quire_engine.links.link_security import LinkSecurity, link_security
 from quire_engine.process.transport import Abort, Codec, Hold, encode_frame
 from quire_server.engine.nodes import node as node_module
@@ -29,7 +29,7 @@ from support.link_secrets import make_secrets
 from support.nodes import Served, front, served_node
 from support.supervising import expected, request, run
 
-NEWER = hello()[:8] + (3).to_bytes(2, "big") + hello()[10:]
+NEWER = hello()[:8] + (VERSION + 1).to_bytes(2, "big") + hello()[10:]
 
 
 @pytest.fixture(scope="module")
@@ -300,7 +300,7 @@ def test_a_greeting_is_of_one_purpose_and_version_and_of_one_connection() -> Non
     for other in (hello(TO_ENGINE), b"HTTP/1.1 400 Bad Request".ljust(HELLO_BYTES)):
         with pytest.raises(Refused, match="no node or front of Quire"):
             check_hello(other)
-    with pytest.raises(Refused, match="version 3 of the protocol, this one version 2"):
+    with pytest.raises(Refused, match=f"version {VERSION + 1} of the protocol, this one version {VERSION}"):
         check_hello(NEWER)
     assert len({session_key(hello(), hello()) for _ in range(8)}) == 8
 

@@ -8,17 +8,16 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire_engine.contract.config import EnginePlan
 from quire_engine.contract.errors import ConfigError
 from quire_server.engine.nodes.addresses import Source, read_addresses
 from quire_server.engine.supervisor import EngineState
 from support.nodes import Cluster, cluster, front, ready, served_node
+from support.plans import changed
 from support.supervising import expected, request, run
 
 LENGTH = 200
@@ -245,27 +244,21 @@ def test_where_no_node_is_left_streams_wait_for_one_and_then_end() -> None:
     run(body)
 
 
-def changed(plan: EnginePlan, change: dict[str, Any]) -> EnginePlan:
-    if "checkpoint" in change:
-        return replace(plan, **change)
-    return replace(plan, scheduler=replace(plan.scheduler, **change))
-
-
 def test_a_node_that_cannot_keep_what_is_promised_is_named_and_not_used() -> None:
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"checkpoint": "another"}, "another model"),
-        ({"max_model_len": 512}, "512 max_model_len, this server promises 1024"),
-        ({"num_blocks": 80}, "80 blocks in its pool"),
+    wrong: list[tuple[dict[str, dict[str, Any]], str]] = [
+        ({"identity": {"checkpoint": "another"}}, "another model"),
+        ({"scheduler": {"max_model_len": 512}}, "512 max_model_len, this server promises 1024"),
+        ({"scheduler": {"num_blocks": 80}}, "80 blocks in its pool"),
     ]
 
     async def body() -> None:
         async with AsyncExitStack() as stack:
             good = await stack.enter_async_context(served_node())
-            plan = replace(good.supervisor.plan, checkpoint="the model", numerics="same")
+            plan = changed(good.supervisor.plan, identity={"checkpoint": "the model", "numerics": "same"})
             together, _ = await stack.enter_async_context(front([good.address]))
             for change, _ in wrong:
                 other = await stack.enter_async_context(served_node(waits=False))  # whose engine nobody asks
-                other.node.started(changed(plan, change))
+                other.node.started(changed(plan, **change))
                 together._sources += (Source(other.address, has_many=False),)
             await together._refresh()
             for number, (_, why) in enumerate(wrong, 1):
