@@ -110,6 +110,7 @@ def test_a_draft_model_beside_ranks_changes_no_token() -> None:
         assert generate(built, requests) == expected
 
 
+@pytest.mark.matrix  # adapters in one process: test_adapters.py; ranks without: above
 def test_adapters_beside_ranks(tmp_path: Path) -> None:
     """Four, of which two are kept: some come and go, and come again."""
     path = shared_checkpoint("qwen3", dtype="bfloat16")
