@@ -80,9 +80,9 @@ from quire_server.routes import (
 )
 from quire_server.routes.dashboard import Feed
 from quire_server.routes.elsewhere import advice
+from quire_server.showing.version import VERSION
 from quire_server.state import ServerState
 from quire_server.text.markdown import MarkdownRenderer
-from quire_server.version import VERSION
 
 ROUTERS = (
     completions.router,

@@ -16,7 +16,7 @@ from quire_server.answering.generation import Generation, Usage
 from quire_server.answering.options import ReplyOptions
 from quire_server.http.sse import DONE
 from quire_server.metrics.request_record import RequestSummary
-from quire_server.version import VERSION
+from quire_server.showing.version import VERSION
 
 encode = msgspec.json.Encoder().encode
 PLAIN_END = b',"logprobs":null,"finish_reason":null}]'

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire_server.version import VERSION
+from quire_server.showing.version import VERSION
 
 
 def run(argv: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from quire_server.http.guard import Reply
 from quire_server.logs.output import collector_url
 from quire_server.logs.tracing import CLOSE_SECONDS, OPERATIONS, service
 from quire_server.metrics.request_record import RequestSummary, totals
-from quire_server.version import VERSION
+from quire_server.showing.version import VERSION
 
 _TOKENS = "gen_ai.client.token.usage"
 _DURATION = "gen_ai.server.request.duration"

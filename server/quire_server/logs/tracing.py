@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quire_server.http.guard import Reply
 from quire_server.logs.output import collector_url
 from quire_server.metrics.request_record import RequestSummary, StoryTotals, totals
-from quire_server.version import VERSION
+from quire_server.showing.version import VERSION
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -26,7 +26,7 @@ from quire_engine.contract.types import (
 from quire_server.metrics.metric_values import Histogram, Total, Values
 from quire_server.metrics.samples import Window
 from quire_server.metrics.step_metrics import PrefillCost, StepMetrics
-from quire_server.version import VERSION
+from quire_server.showing.version import VERSION
 
 Outcome = Literal["stop", "length", "abort", "error"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "abort", "error")

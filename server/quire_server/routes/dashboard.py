@@ -14,8 +14,8 @@ from fastapi.responses import Response
 
 from quire_server.errors import QueueFull
 from quire_server.http.sse import EventStream, error_frames
+from quire_server.showing.version import VERSION
 from quire_server.state import ServerState, state_of
-from quire_server.version import VERSION
 
 router = APIRouter(include_in_schema=False)
 

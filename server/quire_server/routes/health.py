@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from quire_server.answering.deep_check import DeepCheck
 from quire_server.errors import NotReady
 from quire_server.http.openapi import error_response
+from quire_server.showing.version import VERSION
 from quire_server.state import choose, choose_by_query, state_of
-from quire_server.version import VERSION
 
 router = APIRouter(tags=["health"])
 

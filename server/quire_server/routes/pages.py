@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict
 
 from quire_server.errors import RouteNotFound
 from quire_server.http.body import json_body
+from quire_server.showing.version import VERSION
 from quire_server.text.markdown import MarkdownRenderer
-from quire_server.version import VERSION
 
 router = APIRouter(include_in_schema=False)
 

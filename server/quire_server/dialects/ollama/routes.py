@@ -39,8 +39,8 @@ from quire_server.http.body import json_body
 from quire_server.http.json_text import Pieces, pieces_of_object
 from quire_server.http.large_reply import PiecedReply
 from quire_server.http.openapi import line_responses
+from quire_server.showing.version import VERSION
 from quire_server.state import ServerState, state_of
-from quire_server.version import VERSION
 
 router = APIRouter(prefix="/api", tags=["ollama"])
 

@@ -34,7 +34,7 @@ from quire_server.engine.nodes.sessions import STATS_SECONDS, PrefixLedger, Sess
 from quire_server.engine.stats_sum import OF_A_STEP
 from quire_server.engine.supervisor import EngineState, Supervisor
 from quire_server.metrics.node_metrics import NodeMetrics
-from quire_server.version import VERSION
+from quire_server.showing.version import VERSION
 
 HANDSHAKE_SECONDS = 5.0  # for TLS and both proofs
 MOST_UNPROVEN = 64  # connections whose peers have not proven themselves yet
