@@ -158,17 +158,22 @@ async def test_flex_is_batch_and_other_tiers_are_reported() -> None:
 )
 @pytest.mark.parametrize("how", ["field", "header"])
 async def test_at_its_deadline_a_request_that_waits_ends(path: str, body: dict[str, object], how: str) -> None:
-    engine = FakeEngine()
-    engine.hold()
-    headers = {"X-Request-Timeout": "0.15"} if how == "header" else {"X-Request-Timeout": "600"}
-    async with connect(make_app(engine=engine)) as client:
-        started = time.monotonic()
-        reply = await client.post(path, json=body | ({"timeout": 0.15} if how == "field" else {}), headers=headers)
-    assert reply.status_code == 504, reply.text
-    assert "deadline_exceeded" in reply.text
-    assert reply.headers["x-should-retry"] == "false"
-    assert 0.15 <= time.monotonic() - started < 60
-    assert (len(engine.aborted), engine.live) == (1, ()), "the engine goes on computing it"
+    for seconds in (0.15, 1.2, 9.6):  # a busy machine may be over the first ones before the engine has the request
+        engine = FakeEngine()
+        engine.hold()
+        headers = {"X-Request-Timeout": str(seconds if how == "header" else 600)}
+        async with connect(make_app(engine=engine)) as client:
+            started = time.monotonic()
+            fields = {"timeout": seconds} if how == "field" else {}
+            reply = await client.post(path, json=body | fields, headers=headers)
+        assert reply.status_code == 504, reply.text
+        assert "deadline_exceeded" in reply.text
+        assert reply.headers["x-should-retry"] == "false"
+        assert seconds <= time.monotonic() - started < 300
+        assert engine.live == (), "the engine goes on computing it"
+        if engine.submitted:
+            break
+    assert len(engine.aborted) == 1
 
 
 async def test_a_stream_that_has_begun_ends_with_one_error() -> None:
