@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -131,12 +132,13 @@ async def test_work_before_the_engine_is_waited_for_and_then_refused(
         monkeypatch.setattr(it.state.text, "encode", slowly)
         asking = it.ask(max_tokens=1)
         await arrived.wait()
-        winding_up = it.wind_up()
+        started, winding_up = time.monotonic(), it.wind_up()
         if end == "whole":
             await asyncio.sleep(0.1)
             assert not winding_up.done(), "a request that is prepared is accepted work"
             go_on.set()
         await winding_up
+        assert end == "whole" or time.monotonic() - started >= drain_timeout, "it was not waited for"
         assert ending(await asking) == end
 
 

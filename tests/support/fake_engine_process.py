@@ -1,10 +1,9 @@
 """An engine process without a model, for tests of the supervisor: real scheduler, loop and frames, invented tokens.
 
 `python fake_engine_process.py FD PARENT_PID`. The model name in the START frame says how it misbehaves: "ok",
-"fail-config", "fail-model", "exit-at-start", "hang-at-start", "slow-start" or "slow-start:SECONDS"
-(it says eight times how far it is), "picky" (a later
-start must ask for the instruction set of the first), "hang:TOKEN" or "poison:TOKEN" (a prompt with TOKEN hangs or
-kills it).
+"fail-config", "fail-model", "exit-at-start", "hang-at-start", "slow-start" or "slow-start:SECONDS" (it says eight times
+how far it is), "picky" (a later start must ask for the instruction set of the first), "hang:TOKEN" or "poison:TOKEN" (a
+prompt with TOKEN hangs or kills it).
 """
 
 from __future__ import annotations
